@@ -69,9 +69,7 @@ def check_plan(plan: HaloPlan, window: tuple[int | None, int | None]) -> None:
         chunks = chunks_held(plan.layout, plan.context_parallelism, rank)
         own = {chunk * plan.chunk + row for chunk in chunks for row in range(plan.chunk)}
         received = [position for brought in delivered for position in brought[rank]]
-        visible = {
-            key for query in own for key in range(max(0, query - left), min(last, query + right) + 1)
-        }
+        visible = {key for query in own for key in range(max(0, query - left), min(last, query + right) + 1)}
         assert len(set(received)) == len(received), f"rank {rank} receives a row twice: {sorted(received)}"
         assert set(received) == visible - own, f"rank {rank} must receive exactly the rows it sees and does not hold"
         assert plan.rows_received(rank) == len(received), f"rows_received miscounts rank {rank}"

@@ -1,0 +1,87 @@
+"""The one public entry of the implementations: validates a call, resolves its layer, and runs the layer's strategy.
+
+Touches no numbers. Tested in tests/impl/test_strategies.py, test_errors.py.
+"""
+
+import math
+from collections.abc import Callable
+
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int32
+
+from impl.all_gather import all_gather
+from impl.config import AttentionConfig, AttentionType, ResolvedLayer, resolve
+from impl.halo import halo
+from impl.heads import plan_heads
+from impl.kernels.interface import KernelConfig
+from impl.layer import Layer
+from impl.sharded import Operands
+from impl.validation import check_call
+
+STRATEGIES: dict[str, Callable[[Operands, Layer, Mesh], tuple[Array, Array]]] = {
+    "all_gather": all_gather,
+    "halo": halo,
+}
+
+
+def attention(
+    query: Float[Array, "batch seq_len num_query_heads head_dim"],
+    key: Float[Array, "batch seq_len num_kv_heads head_dim"],
+    value: Float[Array, "batch seq_len num_kv_heads value_dim"],
+    *,
+    mesh: Mesh,
+    config: AttentionConfig,
+    attention_type: AttentionType,
+    segment_ids: Int32[Array, "batch seq_len"] | None = None,
+    padding_segment_id: int | None = None,
+    sinks: Float[Array, " num_query_heads"] | None = None,
+    return_lse: bool = False,
+) -> Array | tuple[Array, Array]:
+    """Attention of one layer over a sequence that is sharded over `mesh`'s context axis.
+
+    Arrays are global, in the layout's order (`impl.reorder`), placed as PartitionSpec(data, context, tensor, None); kv
+    heads are replicated where the tensor axis does not divide them. query, key and value share one dtype: bfloat16,
+    float16, float32 or float64. Returns out `[batch, seq_len, num_query_heads, value_dim]` with dtype and placement of
+    query; with `return_lse` also lse `[batch, seq_len, num_query_heads]`, float32 (float64 where the inputs are). A row
+    that sees no key has out 0 and lse −inf, or its sink. Differentiable in query, key, value and sinks, for cotangents
+    of both results.
+
+    `ValueError` names the argument, its value and the rule, before anything is computed.
+    """
+    resolved = resolve(config, attention_type)
+    operands = {"query": query, "key": key, "value": value, "segment_ids": segment_ids, "sinks": sinks}
+    check_call(operands, mesh, config, resolved.layout, padding_segment_id)
+    layer = _layer(operands, mesh, config, resolved, padding_segment_id)
+    out, lse = STRATEGIES[resolved.strategy](Operands(**operands), layer, mesh)
+    return (out, lse) if return_lse else out
+
+
+def _layer(
+    operands: dict, mesh: Mesh, config: AttentionConfig, resolved: ResolvedLayer, padding_segment_id: int | None
+) -> Layer:
+    _, seq_len, num_query_heads, head_dim = operands["query"].shape
+    tensor_axis = config.tensor_axis if config.tensor_axis in mesh.axis_names else None
+    return Layer(
+        layout=resolved.layout,
+        seq_len=seq_len,
+        context_parallelism=mesh.shape[config.context_axis],
+        heads=plan_heads(
+            num_query_heads, operands["key"].shape[2], 1 if tensor_axis is None else mesh.shape[tensor_axis]
+        ),
+        kernel=config.local_kernel or _kernel_for(mesh),
+        kernel_config=KernelConfig(
+            window=resolved.window,
+            scale=1 / math.sqrt(head_dim) if config.scale is None else float(config.scale),
+            attn_logits_soft_cap=None if config.attn_logits_soft_cap is None else float(config.attn_logits_soft_cap),
+            padding_segment_id=None if padding_segment_id is None else int(padding_segment_id),
+        ),
+        context_axis=config.context_axis,
+        data_axis=config.data_axis if config.data_axis in mesh.axis_names else None,
+        tensor_axis=tensor_axis,
+    )
+
+
+def _kernel_for(mesh: Mesh) -> str:
+    """The local kernel for the mesh's own devices, never for the default backend: they may be TPUs that are absent."""
+    del mesh
+    return "xla"

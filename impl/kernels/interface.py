@@ -1,0 +1,58 @@
+"""The signature that every local kernel shares: attention over one rank's rows, forward and backward.
+
+A kernel module exposes `forward(operands, config) -> (out, lse)` and
+`backward(operands, out, lse, dout, dlse, config) -> LocalGradients`. No collectives in here.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
+
+
+class KernelOperands(NamedTuple):
+    """Rows of queries and keys that one rank holds or has received.
+
+    A position of −1 marks a row outside the sequence: it sees nothing and nobody sees it, whatever it holds.
+    Segment ids are None where the layer has none; sinks likewise.
+    """
+
+    query: Float[Array, "batch query_rows num_query_heads head_dim"]
+    key: Float[Array, "batch key_rows num_kv_heads head_dim"]
+    value: Float[Array, "batch key_rows num_kv_heads value_dim"]
+    query_positions: Int32[Array, " query_rows"]
+    key_positions: Int32[Array, " key_rows"]
+    query_segment_ids: Int32[Array, "batch query_rows"] | None = None
+    key_segment_ids: Int32[Array, "batch key_rows"] | None = None
+    sinks: Float[Array, " num_query_heads"] | None = None
+
+
+class LocalGradients(NamedTuple):
+    """Gradients of one kernel call, unrounded: in `accumulation_dtype`, for the caller to sum and then round once."""
+
+    dquery: Float[Array, "batch query_rows num_query_heads head_dim"]
+    dkey: Float[Array, "batch key_rows num_kv_heads head_dim"]
+    dvalue: Float[Array, "batch key_rows num_kv_heads value_dim"]
+    dsinks: Float[Array, " num_query_heads"] | None
+
+
+@dataclass(frozen=True)
+class KernelConfig:
+    """The static half of a kernel call.
+
+    window: (left, right), keys visible before and after the query, None = unbounded.
+    key_offset: position of key row 0 minus position of query row 0, where queries and keys are contiguous runs of
+        positions and this is known while tracing; None otherwise.
+    """
+
+    window: tuple[int | None, int | None]
+    scale: float
+    attn_logits_soft_cap: float | None = None
+    padding_segment_id: int | None = None
+    key_offset: int | None = None
+
+
+def accumulation_dtype(dtype: jnp.dtype) -> jnp.dtype:
+    """The dtype of logits, softmax, sums and travelling gradients: float32, or float64 where the inputs are float64."""
+    return jnp.promote_types(dtype, jnp.float32)

@@ -1,0 +1,141 @@
+"""Local attention in plain jax.numpy: works on any platform, takes any mask that positions and segments can state.
+
+Logits, softmax and gradients in float32 (float64 for float64 inputs); probabilities are never rounded. Its signature is
+that of interface.py. Tested in tests/impl/test_kernels.py.
+"""
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float
+
+from impl.kernels.interface import KernelConfig, KernelOperands, LocalGradients, accumulation_dtype
+
+
+def forward(
+    operands: KernelOperands, config: KernelConfig
+) -> tuple[
+    Float[Array, "batch query_rows num_query_heads value_dim"], Float[Array, "batch query_rows num_query_heads"]
+]:
+    """out and lse, both in the accumulation dtype. A row that sees no key: out 0, lse −inf (or its sink)."""
+    visible = visible_keys(operands, config)[:, None, None]
+    logits = jnp.where(visible, _logits(operands, config), -jnp.inf)  # [batch, kv_head, group, query, key]
+    sinks = _sinks(operands, logits.dtype)
+    maximum = jnp.max(logits, axis=-1, initial=-jnp.inf)  # [batch, kv_head, group, query]
+    if sinks is not None:
+        maximum = jnp.maximum(maximum, sinks)
+    finite_maximum = jnp.where(jnp.isneginf(maximum), 0, maximum)
+    weights = jnp.where(visible, jnp.exp(logits - finite_maximum[..., None]), 0)
+    total = jnp.sum(weights, axis=-1)
+    if sinks is not None:
+        total += jnp.exp(sinks - finite_maximum)
+    lse = finite_maximum + jnp.log(total)
+    weighted = _einsum("bngqk,bknd->bngqd", weights, operands.value)
+    out = jnp.where(total[..., None] > 0, weighted / jnp.where(total > 0, total, 1)[..., None], 0)
+    return _query_major(out), _query_major(lse)
+
+
+def backward(
+    operands: KernelOperands,
+    out: Float[Array, "batch query_rows num_query_heads value_dim"],
+    lse: Float[Array, "batch query_rows num_query_heads"],
+    dout: Float[Array, "batch query_rows num_query_heads value_dim"],
+    dlse: Float[Array, "batch query_rows num_query_heads"],
+    config: KernelConfig,
+) -> LocalGradients:
+    """Gradients for cotangents of out and lse, given the forward's (rounded) out and its lse.
+
+    dlogits = p · (dout·v − delta + dlse) with delta = dout·out; `out` and `lse` may be those of a whole row of which
+    `operands` hold only some keys, so partial results of a ring have their gradients here too.
+    """
+    batch, query_rows, num_query_heads, _ = operands.query.shape
+    num_kv_heads = operands.key.shape[2]
+    grouped = (batch, query_rows, num_kv_heads, num_query_heads // num_kv_heads)
+    dtype = accumulation_dtype(operands.query.dtype)
+    visible = visible_keys(operands, config)[:, None, None]
+    logits = _logits(operands, config)
+    delta = jnp.sum(dout.astype(dtype) * out.astype(dtype), axis=-1)  # [batch, query, query_head]
+    row_cotangent = _head_major((dlse.astype(dtype) - delta).reshape(grouped))
+    row_lse = _head_major(lse.astype(dtype).reshape(grouped))
+    # Only rows without any visible key have lse −inf; they have no probability to scale.
+    finite_lse = jnp.where(jnp.isneginf(row_lse), 0, row_lse)
+    probabilities = jnp.where(visible, jnp.exp(logits - finite_lse[..., None]), 0)
+    grouped_dout = dout.reshape(*grouped, -1)
+    dprobabilities = _einsum("bqngd,bknd->bngqk", grouped_dout, operands.value)
+    dlogits = jnp.where(visible, probabilities * (dprobabilities + row_cotangent[..., None]), 0)
+    dlogits = _through_soft_cap(dlogits, logits, config) * config.scale
+    dquery = _einsum("bngqk,bknd->bqngd", dlogits, operands.key).reshape(operands.query.shape)
+    grouped_query = operands.query.reshape(*grouped, -1)
+    dsinks = None
+    if operands.sinks is not None:
+        query_major_lse = _query_major(finite_lse)
+        sink_probabilities = jnp.exp(operands.sinks.astype(dtype) - query_major_lse)  # [batch, query, query_head]
+        dsinks = jnp.sum(sink_probabilities * (dlse.astype(dtype) - delta), axis=(0, 1))
+    return LocalGradients(
+        dquery=dquery,
+        dkey=_einsum("bngqk,bqngd->bknd", dlogits, grouped_query),
+        dvalue=_einsum("bngqk,bqngd->bknd", probabilities, grouped_dout),
+        dsinks=dsinks,
+    )
+
+
+def visible_keys(operands: KernelOperands, config: KernelConfig) -> Bool[Array, "batch_or_1 query_rows key_rows"]:
+    """Which keys each query sees: the window over positions, equal segment ids, no padding on either side."""
+    query, key = operands.query_positions[:, None], operands.key_positions[None, :]
+    left, right = config.window
+    visible = (query >= 0) & (key >= 0)
+    if left is not None:
+        visible &= key >= query - left
+    if right is not None:
+        visible &= key <= query + right
+    visible = visible[None]
+    if operands.query_segment_ids is not None and operands.key_segment_ids is not None:
+        query_ids, key_ids = operands.query_segment_ids[:, :, None], operands.key_segment_ids[:, None, :]
+        visible = visible & (query_ids == key_ids)
+        if config.padding_segment_id is not None:
+            # Equal ids: that the query is no padding says the same of the key.
+            visible &= query_ids != config.padding_segment_id
+    return visible
+
+
+def _logits(operands: KernelOperands, config: KernelConfig) -> Float[Array, "batch kv_head group query key"]:
+    batch, query_rows, num_query_heads, head_dim = operands.query.shape
+    num_kv_heads = operands.key.shape[2]
+    query = operands.query.reshape(batch, query_rows, num_kv_heads, num_query_heads // num_kv_heads, head_dim)
+    logits = _einsum("bqngd,bknd->bngqk", query, operands.key) * config.scale
+    if config.attn_logits_soft_cap is not None:
+        logits = config.attn_logits_soft_cap * jnp.tanh(logits / config.attn_logits_soft_cap)
+    return logits
+
+
+def _through_soft_cap(dlogits: Array, logits: Array, config: KernelConfig) -> Array:
+    if config.attn_logits_soft_cap is None:
+        return dlogits
+    return dlogits * (1 - jnp.square(logits / config.attn_logits_soft_cap))
+
+
+def _sinks(operands: KernelOperands, dtype: jnp.dtype) -> Float[Array, "1 kv_head group 1"] | None:
+    if operands.sinks is None:
+        return None
+    return operands.sinks.astype(dtype).reshape(1, operands.key.shape[2], -1, 1)
+
+
+def _einsum(pattern: str, left: Array, right: Array) -> Array:
+    """A contraction with the accuracy of the accumulation dtype on every platform.
+
+    Two bfloat16 operands have exact products in float32; anything else is widened first, and HIGHEST keeps TPUs from
+    splitting float32 into a single bfloat16 pass.
+    """
+    dtype = accumulation_dtype(jnp.promote_types(left.dtype, right.dtype))
+    if left.dtype != right.dtype:
+        left, right = left.astype(dtype), right.astype(dtype)
+    return jnp.einsum(pattern, left, right, precision=lax.Precision.HIGHEST, preferred_element_type=dtype)
+
+
+def _query_major(rows: Array) -> Array:
+    """[batch, kv_head, group, query, …] → [batch, query, query_head, …]."""
+    moved = jnp.moveaxis(rows, 3, 1)
+    return moved.reshape(*moved.shape[:2], moved.shape[2] * moved.shape[3], *moved.shape[4:])
+
+
+def _head_major(rows: Float[Array, "batch query kv_head group"]) -> Float[Array, "batch kv_head group query"]:
+    return jnp.moveaxis(rows, 1, 3)

@@ -1,0 +1,54 @@
+"""Everything about one attention layer that is known while tracing, resolved and checked: what every strategy is given.
+
+Plain frozen data, hashable, so that JAX keys its traces by it. Made by dispatch.py.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from jax.sharding import PartitionSpec
+
+from impl.heads import HeadPlan
+from impl.kernels.interface import KernelConfig
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer on one mesh. data_axis and tensor_axis are None where the mesh lacks them.
+
+    kernel: name of the local kernel. kernel_config: the layer's mask and numerics, without a key_offset.
+    The specs are typed Any: `jax.shard_map` wants them in the place of arrays, in trees of the arrays' own types.
+    """
+
+    layout: str
+    seq_len: int
+    context_parallelism: int
+    heads: HeadPlan
+    kernel: str
+    kernel_config: KernelConfig
+    context_axis: str
+    data_axis: str | None
+    tensor_axis: str | None
+
+    @property
+    def query_spec(self) -> Any:
+        """Of query, out and their cotangents: [batch, seq, heads, dim]."""
+        return PartitionSpec(self.data_axis, self.context_axis, self.tensor_axis, None)
+
+    @property
+    def key_spec(self) -> Any:
+        """Of key and value; their heads are replicated where the tensor axis does not divide them."""
+        tensor_axis = self.tensor_axis if self.heads.kv_sharded else None
+        return PartitionSpec(self.data_axis, self.context_axis, tensor_axis, None)
+
+    @property
+    def lse_spec(self) -> Any:
+        return PartitionSpec(self.data_axis, self.context_axis, self.tensor_axis)
+
+    @property
+    def segment_ids_spec(self) -> Any:
+        return PartitionSpec(self.data_axis, self.context_axis)
+
+    @property
+    def sinks_spec(self) -> Any:
+        return PartitionSpec(self.tensor_axis)
