@@ -1,0 +1,144 @@
+"""How far finite precision may stray from the right answer, element by element: derived, not picked.
+
+`allowances` is what a check compares an error with; error_terms.py has the formulas block by block, and
+docs/error-budgets.md their derivation. NumPy only. Tested in tests/oracle/test_budget_*.py.
+"""
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple, Unpack
+
+import numpy as np
+from jaxtyping import Float64
+
+from oracle import tiles
+from oracle.arguments import AttentionOptions, Cotangents, validated, validated_cotangents
+from oracle.dense import forward_block, vjp_block
+from oracle.error_terms import Roundings, SolvedBlock, block_terms
+from oracle.precision import Precision
+
+__all__ = ["Allowances", "Answer", "Precision", "allowances", "answer_with_allowances", "share"]
+
+
+class Answer(NamedTuple):
+    """The right answer, float64. `dsinks` is None where there are no sinks."""
+
+    out: Float64[np.ndarray, "batch seq num_query_heads value_dim"]
+    lse: Float64[np.ndarray, "batch seq num_query_heads"]
+    dquery: Float64[np.ndarray, "batch seq num_query_heads head_dim"]
+    dkey: Float64[np.ndarray, "batch seq num_kv_heads head_dim"]
+    dvalue: Float64[np.ndarray, "batch seq num_kv_heads value_dim"]
+    dsinks: Float64[np.ndarray, " num_query_heads"] | None
+
+
+class Allowances(NamedTuple):
+    """How far each element of an `Answer` may be missed, float64, >= 0. `dsinks` is None where there are no sinks."""
+
+    out: Float64[np.ndarray, "batch seq num_query_heads value_dim"]
+    lse: Float64[np.ndarray, "batch seq num_query_heads"]
+    dquery: Float64[np.ndarray, "batch seq num_query_heads head_dim"]
+    dkey: Float64[np.ndarray, "batch seq num_kv_heads head_dim"]
+    dvalue: Float64[np.ndarray, "batch seq num_kv_heads value_dim"]
+    dsinks: Float64[np.ndarray, " num_query_heads"] | None
+
+
+def share(
+    actual: np.ndarray, expected: Float64[np.ndarray, "*shape"], allowance: Float64[np.ndarray, "*shape"]
+) -> Float64[np.ndarray, "*shape"]:
+    """Error as a share of the allowance; an element passes if its share is <= 1.
+
+    Equal numbers (equal infinities too: lse of an empty row) have share 0; a NaN, or an error without allowance, inf.
+    """
+    actual = np.asarray(actual).astype(np.float64)
+    is_equal = actual == expected
+    with np.errstate(invalid="ignore", divide="ignore"):
+        shares = np.abs(actual - expected) / allowance
+    return np.where(is_equal, 0.0, np.where(np.isnan(shares), np.inf, shares))
+
+
+def allowances(
+    query: np.ndarray,
+    key: np.ndarray,
+    value: np.ndarray,
+    *,
+    dout: np.ndarray,
+    dlse: np.ndarray | None = None,
+    precision: Precision,
+    structured_values: bool = False,
+    **options: Unpack[AttentionOptions],
+) -> Allowances:
+    """The second half of `answer_with_allowances`."""
+    return answer_with_allowances(
+        query,
+        key,
+        value,
+        dout=dout,
+        dlse=dlse,
+        precision=precision,
+        structured_values=structured_values,
+        **options,
+    )[1]
+
+
+def answer_with_allowances(
+    query: np.ndarray,
+    key: np.ndarray,
+    value: np.ndarray,
+    *,
+    dout: np.ndarray,
+    dlse: np.ndarray | None = None,
+    precision: Precision,
+    structured_values: bool = False,
+    **options: Unpack[AttentionOptions],
+) -> tuple[Answer, Allowances]:
+    """The right answer, and how far an implementation of the given precision may miss it, from one walk over blocks.
+
+    Args:
+        query, key, value, options: as `oracle.attention`; the values that the implementation is given, already rounded
+            to its dtype.
+        dout, dlse: as `oracle.attention_vjp`.
+        precision: the implementation's declared numerics.
+        structured_values: the values repeat or follow a pattern, so that roundings need not be independent: they are
+            then added as a worst case.
+
+    Raises:
+        ValueError: names the argument, its value and the rule it breaks.
+    """
+    arguments = validated(query, key, value, **options)
+    cotangents = validated_cotangents(arguments, dout, dlse)
+    roundings = Roundings(precision, structured_values)
+    answer, worst, powers = tiles.zeros(arguments), tiles.zeros(arguments), tiles.zeros(arguments)
+    for tile in tiles.tiles_of(arguments):
+        solved = _solved(tile, cotangents)
+        terms = block_terms(solved, roundings)
+        tiles.add(answer, tile, _answers(solved))
+        tiles.add(worst, tile, [term.worst for term in terms])
+        tiles.add(powers, tile, [term.powers for term in terms])
+    allowed = [
+        roundings.stored(name) * _size(expected) + roundings.bound(terms) + errors
+        for name, expected, errors, terms in zip(answer._fields, answer, worst, powers, strict=True)
+    ]
+    has_sinks = arguments.sinks is not None
+    return Answer(*_in_position_order(answer, has_sinks)), Allowances(*_in_position_order(allowed, has_sinks))
+
+
+def _solved(tile: tiles.Tile, cotangents: Cotangents) -> SolvedBlock:
+    dout = cotangents.dout[tile.row, tile.queries, tile.heads].swapaxes(0, 1)
+    dlse = cotangents.dlse[tile.row, tile.queries, tile.heads].T
+    forward = forward_block(tile.block)
+    return SolvedBlock(tile.block, dout, dlse, forward, vjp_block(tile.block, forward, dout, dlse))
+
+
+def _answers(solved: SolvedBlock) -> list[np.ndarray]:
+    forward, gradients = solved.forward, solved.gradients
+    dkey, dvalue = gradients.dkey.sum(axis=0), gradients.dvalue.sum(axis=0)
+    return [forward.out, forward.lse, gradients.dquery, dkey, dvalue, gradients.dsinks]
+
+
+def _size(expected: np.ndarray) -> np.ndarray:
+    """Absolute value; 0 for lse of an empty row, which is -inf exactly."""
+    return np.where(np.isneginf(expected), 0.0, np.abs(expected))
+
+
+def _in_position_order(tensors: Iterable[np.ndarray], has_sinks: bool) -> list[Any]:
+    *per_position, dsinks = tensors
+    return [*(tensor.swapaxes(1, 2) for tensor in per_position), dsinks if has_sinks else None]
