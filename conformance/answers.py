@@ -1,0 +1,77 @@
+"""The oracle's answer to a case, with the allowance of every element, for one data draw and one call of the target.
+
+May touch: the oracle and the inputs' masters; never JAX, never anything that came from a target.
+Tests: tests/conformance/test_answers.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+import oracle
+from conformance.empty_rows import empty_rows, without_empty_row_cotangents
+from conformance.inputs import STRUCTURED, inputs_of, redraw
+from conformance.problem import Case
+from conformance.target import TargetDescription
+
+# Two targets on the same case share its answers: two draws and two calls each, and one case more while shrinking.
+_CACHED_ANSWERS = 16
+
+
+@dataclass(frozen=True)
+class Answer:
+    """By tensor name (out, lse, dquery, …), in position order: the reference and the allowance, float64 arrays.
+
+    `compared` holds, for the tensors that are not compared everywhere, where they are.
+    """
+
+    reference: Mapping[str, np.ndarray]
+    allowance: Mapping[str, np.ndarray]
+    compared: Mapping[str, np.ndarray]
+
+
+def answer_for(target: TargetDescription, case: Case, draw: int, call: str) -> Answer:
+    """The answer that the target's `call` ("attention" or "attention_with_lse") is held to on this draw of the case."""
+    precision = oracle.budget.Precision(case.problem.dtype, **dict(target.precision))
+    return _answer(redraw(case, draw), call == "attention_with_lse", target.empty_rows == "zero", precision)
+
+
+@lru_cache(maxsize=_CACHED_ANSWERS)
+def _answer(case: Case, with_lse: bool, defines_empty_rows: bool, precision: oracle.budget.Precision) -> Answer:
+    problem = case.problem
+    inputs = inputs_of(case)
+    if not defines_empty_rows:
+        inputs = without_empty_row_cotangents(inputs, problem)
+    reference, allowance = oracle.budget.answer_with_allowances(
+        inputs.query,
+        inputs.key,
+        inputs.value,
+        dout=inputs.dout,
+        dlse=inputs.dlse if with_lse else None,
+        precision=precision,
+        structured_values=case.values in STRUCTURED,
+        window=problem.window,
+        segment_ids=inputs.segment_ids,
+        padding_segment_id=problem.padding,
+        attn_logits_soft_cap=problem.attn_logits_soft_cap,
+        sinks=inputs.sinks,
+        scale=problem.scale,
+    )
+    compared: dict[str, np.ndarray] = {}
+    if not defines_empty_rows and (empty := empty_rows(inputs, problem)) is not None:
+        rows = np.broadcast_to(~empty[:, :, None], reference.lse.shape)
+        compared = {"lse": rows, "out": np.broadcast_to(rows[..., None], reference.out.shape)}
+    return Answer(_by_name(reference, problem.shared_kv), _by_name(allowance, problem.shared_kv), compared)
+
+
+def _by_name(tensors: object, shared_kv: bool) -> dict[str, np.ndarray]:
+    """The named tensors that exist; one array passed as key and value gets both gradients, and both allowances."""
+    named = {name: getattr(tensors, name) for name in ("out", "lse", "dquery", "dkey", "dvalue", "dsinks")}
+    if shared_kv:
+        named["dkey"] = named["dkey"] + named["dvalue"]
+        named["dvalue"] = None
+    return {name: array for name, array in named.items() if array is not None}

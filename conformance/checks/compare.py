@@ -1,0 +1,146 @@
+"""One tensor of one target against the oracle, element by element: an element passes only if `error <= allowance`.
+
+Shared by the checks of values (output, residuals, gradients). May touch: evidence, findings.
+Tests: tests/conformance/test_checks_values.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from conformance.answers import Answer
+from conformance.checks.outcome import Outcome
+from conformance.evidence import NUM_DRAWS, Evidence
+from conformance.finding import Finding
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The worst element of one array: its index, what was expected and got, its allowance, error / allowance."""
+
+    passes: bool
+    share: float
+    index: tuple[int, ...]
+    expected: float
+    got: float
+    allowance: float
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Where an array came from, and how it compares."""
+
+    draw: int
+    call: str
+    of_vjp: bool
+    comparison: Comparison
+
+
+def check_tensors(check: str, tensors: tuple[str, ...], evidence: Evidence) -> Outcome:
+    """Compares every array the target gave for these tensors; one finding a tensor, at its worst element."""
+    shares: dict[str, float] = {}
+    findings: list[Finding] = []
+    for tensor in tensors:
+        sources = [
+            _Source(draw, call, name.endswith(" of vjp"), _compare_one(evidence, draw, call, name, tensor))
+            for draw, call, name in evidence.sources_of(tensor)
+        ]
+        if not sources:
+            continue
+        shares[tensor] = max(source.comparison.share for source in sources)
+        if any(not source.comparison.passes for source in sources):
+            findings.append(_finding(check, tensor, evidence, sources))
+    return Outcome(shares, tuple(findings))
+
+
+def compare(got: np.ndarray, reference: np.ndarray, allowance: np.ndarray, compared: np.ndarray | None) -> Comparison:
+    """Holds one array against the reference, in float64; NaN never passes, an equal infinity does.
+
+    Where `compared` is False the element must only be finite.
+    """
+    got = got.astype(np.float64)
+    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
+        error = np.where(got == reference, 0.0, np.abs(got - reference))
+        passes = error <= allowance
+        share = np.where(error == 0, 0.0, error / allowance)
+    share = np.where(np.isnan(share), np.inf, share)
+    if compared is not None:
+        finite = np.isfinite(got)
+        passes = np.where(compared, passes, finite)
+        share = np.where(compared, share, np.where(finite, 0.0, np.inf))
+    # An element that fails outranks any that passes, whatever rounding says of its share.
+    ranked = np.where(passes, share, np.maximum(share, np.nextafter(1.0, 2.0)))
+    worst = tuple(int(i) for i in np.unravel_index(np.argmax(ranked), ranked.shape))
+    return Comparison(
+        passes=bool(passes.all()),
+        share=float(ranked[worst]),
+        index=worst,
+        expected=float(reference[worst]),
+        got=float(got[worst]),
+        allowance=float(allowance[worst]),
+    )
+
+
+def _compare_one(evidence: Evidence, draw: int, call: str, name: str, tensor: str) -> Comparison:
+    answer: Answer = evidence.answer(draw, call)
+    got = evidence.in_position_order(name)
+    return compare(got, answer.reference[tensor], answer.allowance[tensor], answer.compared.get(tensor))
+
+
+def _finding(check: str, tensor: str, evidence: Evidence, sources: list[_Source]) -> Finding:
+    failing = [source for source in sources if not source.comparison.passes]
+    worst = max(failing, key=lambda source: source.comparison.share)
+    found = worst.comparison
+    what = "exceeds its allowance" if np.isfinite(found.got) else "is not finite"
+    only = _only_where(failing, sources)
+    position = found.index[1] if len(found.index) > 1 else None
+    return Finding(
+        target=evidence.target.name,
+        check=check,
+        tensor=tensor,
+        signature=f"{what}{only}",
+        case=evidence.case_text,
+        reading=f"{tensor} {what}{only}: {_sentence(evidence, found)}",
+        draw=worst.draw,
+        rank=None if position is None else evidence.case.problem.rank_of(position),
+        index=found.index,
+        expected=found.expected,
+        got=found.got,
+        allowance=found.allowance,
+        share=found.share,
+        detail=f"in {worst.call}, {'the forward of its VJP' if worst.of_vjp else tensor}, data draw {worst.draw}",
+    )
+
+
+def _only_where(failing: list[_Source], sources: list[_Source]) -> str:
+    """What the failing arrays have in common that the passing ones have not: part of the kind of a finding."""
+    passing = [source for source in sources if source.comparison.passes]
+    for words, belongs in (
+        (f", on data draw {NUM_DRAWS - 1} only", lambda source: source.draw == NUM_DRAWS - 1),
+        (", in the primal call only", lambda source: not source.of_vjp),
+        (", in the VJP's forward only", lambda source: source.of_vjp),
+        (", in attention only", lambda source: source.call == "attention"),
+        (", in attention_with_lse only", lambda source: source.call == "attention_with_lse"),
+    ):
+        if passing and all(map(belongs, failing)) and not any(map(belongs, passing)):
+            return words
+    return ""
+
+
+def _sentence(evidence: Evidence, found: Comparison) -> str:
+    """The worst element in plain words, and what stands near it."""
+    names = ("batch row", "position", "head", "feature")[: len(found.index)] if len(found.index) > 1 else ("head",)
+    place = ", ".join(f"{name} {i}" for name, i in zip(names, found.index, strict=True))
+    words = (
+        f"at {place} it is {found.got:.6g}, expected {found.expected:.6g}, {found.share:.3g} times what rounding allows"
+    )
+    if len(found.index) == 1:
+        return words
+    problem, position = evidence.case.problem, found.index[1]
+    words += f"; rank {problem.rank_of(position)} of {problem.context_parallelism * problem.ulysses_parallelism}"
+    if problem.layout == "striped":
+        return words
+    chunk, offset = divmod(position, problem.chunk_len)
+    return f"{words}, row {offset} of {problem.chunk_len} in chunk {chunk}"

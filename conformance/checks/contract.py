@@ -1,0 +1,63 @@
+"""Does the target keep its contract: it answers, with gradients, in the right shape, dtype and place?
+
+May touch: evidence, findings. Tests: tests/conformance/test_checks_contract.py.
+"""
+
+from __future__ import annotations
+
+from conformance.checks.outcome import Outcome
+from conformance.evidence import Evidence
+from conformance.finding import Finding
+from conformance.process import WorkerLost
+
+TENSOR = "call"
+
+
+def check(evidence: Evidence) -> Outcome:
+    """Findings for what the target raised, returned in another form, or left in another place."""
+    message = evidence.message
+    findings: list[Finding] = []
+    if raised := message.get("raised"):
+        findings.append(_raised(evidence, raised))
+    if broken := message.get("broken"):
+        tensor, quality, expected, got = broken
+        reading = f"{tensor} has the wrong {quality}: expected {expected}, got {got}"
+        findings.append(_finding(evidence, f"wrong {quality} of {tensor}", reading))
+    places = {
+        name.partition("/")[2].removesuffix(" of vjp"): place for name, place in message.get("misplaced", {}).items()
+    }
+    for tensor, place in places.items():
+        findings.append(_finding(evidence, f"wrong placement of {tensor}", f"{tensor} lies elsewhere: {place}"))
+    return Outcome({TENSOR: 0.0}, tuple(findings))
+
+
+def lost(target_name: str, case_text: str, how: WorkerLost) -> Finding:
+    """The finding for a target that took its process along, or never came back."""
+    return Finding(
+        target=target_name,
+        check="contract",
+        tensor=TENSOR,
+        signature=f"{how.how} while {how.phase}",
+        case=case_text,
+        reading=f"the target's process {how.how} while {how.phase}",
+        detail=how.log,
+    )
+
+
+def _raised(evidence: Evidence, raised: dict[str, str]) -> Finding:
+    where = raised["where"]
+    place = {"gradient": "when its gradients are taken", "forward": "in its forward"}.get(where, f"in {where}")
+    reading = f"raises {raised['type']} {place}: {raised['message'].splitlines()[0] if raised['message'] else ''}"
+    return _finding(evidence, f"raises {raised['type']} {place}", reading, raised["traceback"])
+
+
+def _finding(evidence: Evidence, signature: str, reading: str, detail: str = "") -> Finding:
+    return Finding(
+        target=evidence.target.name,
+        check="contract",
+        tensor=TENSOR,
+        signature=signature,
+        case=evidence.case_text,
+        reading=reading,
+        detail=detail,
+    )

@@ -1,0 +1,184 @@
+"""The command line: `halocheck run` and `halocheck replay`. Exit status: see docs/command-line.md.
+
+Imports neither JAX nor a target, so `--help` is instant and nothing a target does can take the report along.
+Tests: tests/conformance/test_cli.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib.metadata
+import platform
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from conformance.case_list import PROFILES, CaseList, case_list
+from conformance.case_text import format_case, parse_case
+from conformance.checks import CHECKS
+from conformance.devices import Devices, parse_devices
+from conformance.problem import InvalidCase
+from conformance.report.json_report import prepare_directory, write_report
+from conformance.report.terminal import print_run
+from conformance.report.verdict import EXIT_CANNOT_START, EXIT_HARNESS_FAILED, exit_status
+from conformance.runner import Plan, Run, run
+from conformance.target import TargetError
+
+DEFAULT_TARGETS = ("conformance.targets.bundled:halo", "conformance.targets.bundled:all_gather")
+_REPLAY_TARGET = DEFAULT_TARGETS[0]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit status."""
+    options = _parsed(sys.argv[1:] if arguments is None else list(arguments))
+    try:
+        return options.command(options)
+    except (TargetError, _CannotStart) as error:
+        print(f"halocheck: {error}", file=sys.stderr)
+        return EXIT_CANNOT_START
+    except Exception:  # noqa: BLE001  # a fault of the harness has an exit status of its own, and must be reported whole
+        traceback.print_exc()
+        print("halocheck: this is a fault of halocheck itself; nothing is said about the target", file=sys.stderr)
+        return EXIT_HARNESS_FAILED
+
+
+class _CannotStart(Exception):
+    """The command's words cannot be carried out."""
+
+
+def _parsed(arguments: list[str]) -> argparse.Namespace:
+    parser, known_options = _parser()
+    options, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        name = unknown[0].partition("=")[0]
+        nearest = difflib.get_close_matches(name, known_options, n=1, cutoff=0.0)[0]
+        parser.exit(EXIT_CANNOT_START, f"halocheck: unknown option {name!r}; the nearest option is {nearest!r}\n")
+    return options
+
+
+def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
+    """The parser, and every option it knows (for suggestions)."""
+    parser = argparse.ArgumentParser(
+        prog="halocheck",
+        description="Holds sliding-window attention under context parallelism against a float64 oracle.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"halocheck {_version('halocheck')}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    common = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    common.add_argument("--mesh", default="cpu:16", metavar="cpu:N", help="simulated devices (default cpu:16)")
+    common.add_argument(
+        "--checks", default=",".join(CHECKS), metavar="A,B", help=f"which checks (default {','.join(CHECKS)})"
+    )
+    common.add_argument("--report", type=Path, metavar="DIR", help="write DIR/report.json")
+    run_parser = commands.add_parser(
+        "run", parents=[common], allow_abbrev=False, help="the main job: targets on the case list, and a verdict"
+    )
+    run_parser.add_argument(
+        "targets", nargs="*", metavar="TARGET", help="module:attribute or file.py:attribute (default: the bundled ones)"
+    )
+    run_parser.add_argument("--profile", choices=PROFILES, default="quick", help="which case list (default quick)")
+    run_parser.add_argument("--examples", type=int, metavar="N", help="cases in all (default: the profile's)")
+    run_parser.add_argument(
+        "--seconds", type=float, metavar="T", help="stop after T seconds; finishes the covering list"
+    )
+    run_parser.add_argument("--seed", type=int, default=0, metavar="S", help="seed of the case list (default 0)")
+    run_parser.set_defaults(command=_run)
+    replay_parser = commands.add_parser(
+        "replay", parents=[common], allow_abbrev=False, help="one case, every check, in full detail"
+    )
+    replay_parser.add_argument("case", metavar="CASE", help='the text of a case: "v=1 seq_len=64 …"')
+    replay_parser.add_argument("target", nargs="?", default=_REPLAY_TARGET, metavar="TARGET")
+    replay_parser.set_defaults(command=_replay)
+    known = [option for p in (run_parser, replay_parser) for option in p._option_string_actions]
+    return parser, known
+
+
+def _run(options: argparse.Namespace) -> int:
+    devices = _devices(options.mesh)
+    if options.examples is not None and options.examples < 1:
+        raise _CannotStart(f"--examples must be >= 1, got {options.examples}")
+    listed = case_list(options.profile, options.seed, options.examples, devices.count)
+    targets = tuple(options.targets) or DEFAULT_TARGETS
+    plan = Plan(targets, listed.covering, listed.further, devices, _checks(options.checks), options.seconds)
+    about = _about(options) | {"profile": options.profile, "seed": options.seed}
+    return _carry_out(plan, options, listed, about)
+
+
+def _replay(options: argparse.Namespace) -> int:
+    try:
+        case = parse_case(options.case)
+    except InvalidCase as error:
+        raise _CannotStart(str(error)) from error
+    devices = _devices(options.mesh)
+    plan = Plan((options.target,), (case,), (), devices, _checks(options.checks), shrink_findings=False)
+    return _carry_out(plan, options, CaseList((case,), ()), _about(options) | {"case": format_case(case)})
+
+
+def _carry_out(plan: Plan, options: argparse.Namespace, listed: CaseList, about: dict[str, Any]) -> int:
+    if options.report is not None:
+        try:
+            prepare_directory(options.report)
+        except OSError as error:
+            raise _CannotStart(f"--report {options.report} cannot be written to: {error}") from error
+    about |= {"list_hash": listed.hash, "cases": len(plan.cases), "covering_cases": len(plan.covering)}
+    header = _header(about)
+    print(header, flush=True)
+    state = run(plan, lambda line: print(line, flush=True))
+    print_run(state, Console(highlight=False))
+    return _reported(state, options.report, about)
+
+
+def _reported(state: Run, directory: Path | None, about: dict[str, Any]) -> int:
+    if directory is not None:
+        try:
+            print(f"report: {write_report(state, about, directory)}")
+        except OSError as error:
+            print(f"halocheck: the report could not be written: {error}", file=sys.stderr)
+            return EXIT_HARNESS_FAILED
+    return exit_status(state)
+
+
+def _about(options: argparse.Namespace) -> dict[str, Any]:
+    """Versions and options: what a verdict must say of itself."""
+    versions = {name: _version(name) for name in ("halocheck", "jax", "jaxlib", "numpy", "ml_dtypes")}
+    return {"versions": {"python": platform.python_version(), **versions}, "mesh": options.mesh}
+
+
+def _header(about: dict[str, Any]) -> str:
+    versions = about["versions"]
+    list_part = f"{about['cases']} cases ({about['covering_cases']} covering, list {about['list_hash'][:12]})"
+    return f"halocheck {versions['halocheck']}: {list_part} on {about['mesh']}, jax {versions['jax']}"
+
+
+def _version(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _devices(text: str) -> Devices:
+    try:
+        return parse_devices(text)
+    except ValueError as error:
+        raise _CannotStart(f"--{error}") from error
+
+
+def _checks(text: str) -> tuple[str, ...]:
+    names = tuple(text.split(","))
+    for name in names:
+        if name not in CHECKS:
+            nearest = difflib.get_close_matches(name, CHECKS, n=1, cutoff=0.0)[0]
+            raise _CannotStart(f"--checks knows no {name!r}; the nearest check is {nearest!r}")
+    # The contract is always checked: a target that raises must not conform because nobody asked.
+    return tuple(dict.fromkeys(("contract", *names)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

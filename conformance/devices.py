@@ -1,0 +1,55 @@
+"""Which devices a run uses (`--mesh cpu:16`), and the environment that a worker needs for them before it imports JAX.
+
+May touch: environment variables of the worker to be. Never imports JAX. Tests: tests/conformance/test_devices.py.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+MAX_SIMULATED_DEVICES = 64
+# XLA aborts the whole process when a collective waits this long, a slow but correct rank included. Whether a
+# program hangs is judged by the parent, from the CPU time that the worker uses.
+_XLA_COLLECTIVE_TIMEOUT_SECONDS = 3600
+
+
+@dataclass(frozen=True)
+class Devices:
+    """Simulated CPU devices: `platform` is "cpu", `count` how many."""
+
+    platform: str
+    count: int
+
+
+def parse_devices(text: str) -> Devices:
+    """The devices of a `--mesh` option, `cpu:N`.
+
+    Raises:
+        ValueError: another platform, or a count that is no integer from 1 to 64.
+    """
+    platform, _, count = text.partition(":")
+    if platform != "cpu" or not count.isdigit() or not 1 <= int(count) <= MAX_SIMULATED_DEVICES:
+        raise ValueError(f"mesh must be cpu:N with N from 1 to {MAX_SIMULATED_DEVICES}, got {text!r}")
+    return Devices(platform, int(count))
+
+
+def worker_environment(devices: Devices, enable_x64: bool, base: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The environment of a worker process: the caller's, with JAX pinned to the devices.
+
+    XLA_FLAGS of the caller are kept, ours are appended: the last of two equal flags wins.
+    """
+    flags = (
+        f"--xla_force_host_platform_device_count={devices.count}",
+        f"--xla_cpu_collective_call_warn_stuck_timeout_seconds={_XLA_COLLECTIVE_TIMEOUT_SECONDS}",
+        f"--xla_cpu_collective_call_terminate_timeout_seconds={_XLA_COLLECTIVE_TIMEOUT_SECONDS}",
+        f"--xla_cpu_collective_timeout_seconds={_XLA_COLLECTIVE_TIMEOUT_SECONDS}",
+    )
+    return {
+        **base,
+        "JAX_PLATFORMS": devices.platform,
+        "JAX_ENABLE_X64": "true" if enable_x64 else "false",
+        "XLA_FLAGS": " ".join((base.get("XLA_FLAGS", ""), *flags)).strip(),
+        "TF_CPP_MIN_LOG_LEVEL": base.get("TF_CPP_MIN_LOG_LEVEL", "2"),
+    }

@@ -1,0 +1,60 @@
+"""What a check looks at: a case, what one target did on it, and the answers it should have given.
+
+May touch: answers.py; never JAX, never the target. Tests: tests/conformance/test_evidence.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from conformance.answers import Answer, answer_for
+from conformance.case_text import format_case
+from conformance.problem import Case
+from conformance.target import TargetDescription
+
+NUM_DRAWS = 2
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """One execution: the message and the arrays (`draw/call/tensor`, in layout order) that the worker sent."""
+
+    target: TargetDescription
+    case: Case
+    message: Mapping[str, Any]
+    arrays: Mapping[str, np.ndarray]
+
+    @property
+    def calls(self) -> tuple[str, ...]:
+        """The functions of the target that were called."""
+        return ("attention", "attention_with_lse") if self.target.has_lse else ("attention",)
+
+    @property
+    def case_text(self) -> str:
+        """The case as one line."""
+        return format_case(self.case)
+
+    def answer(self, draw: int, call: str) -> Answer:
+        """What the target should have returned."""
+        return answer_for(self.target, self.case, draw, call)
+
+    def in_position_order(self, name: str) -> np.ndarray:
+        """An output with its rows at their positions (dsinks has no rows and comes as it is)."""
+        array = self.arrays[name]
+        if array.ndim < 3:
+            return array
+        ordered = np.empty_like(array)
+        ordered[:, self.case.problem.positions()] = array
+        return ordered
+
+    def sources_of(self, tensor: str) -> Iterator[tuple[int, str, str]]:
+        """(draw, call, name in `arrays`) of each place where the target gave `tensor`; of vjp after primal."""
+        for draw in range(NUM_DRAWS):
+            for call in self.calls:
+                for name in (f"{draw}/{call}/{tensor}", f"{draw}/{call}/{tensor} of vjp"):
+                    if name in self.arrays:
+                        yield draw, call, name

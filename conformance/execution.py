@@ -1,0 +1,208 @@
+"""Runs one target on one case, in the worker process: one jitted program, two data draws, every output on the host.
+
+The program holds the primal call, the VJP's own forward and the gradients, for `attention` and, where the target has
+it, `attention_with_lse`: under `jax.custom_vjp` these are different code, and all of it is looked at.
+May touch: JAX and the target; never the oracle's answer. Tests: tests/conformance/test_execution.py.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from conformance.empty_rows import without_empty_row_cotangents
+from conformance.inputs import Inputs, inputs_of, redraw
+from conformance.mesh import mesh_of, shardings_of
+from conformance.problem import Case, Problem
+from conformance.target import Declined, Target
+
+NUM_DRAWS = 2
+
+Named = dict[str, Any]
+Report = Callable[[str], None]
+
+
+class ContractBroken(Exception):
+    """The target returned something that is not what the contract says."""
+
+    def __init__(self, tensor: str, quality: str, expected: str, got: str) -> None:
+        super().__init__(f"{quality} of {tensor}: expected {expected}, got {got}")
+        self.tensor, self.quality, self.expected, self.got = tensor, quality, expected, got
+
+
+@dataclass(frozen=True)
+class _Setting:
+    """What every step of one execution needs."""
+
+    target: Target
+    problem: Problem
+    mesh: jax.sharding.Mesh
+
+    @property
+    def calls(self) -> tuple[str, ...]:
+        """The functions of the target that are called."""
+        return ("attention", "attention_with_lse") if self.target.attention_with_lse else ("attention",)
+
+
+def execute(target: Target, case: Case, report: Report) -> tuple[Named, dict[str, np.ndarray]]:
+    """Runs the case and says what happened, as a message and arrays for the channel.
+
+    The message has `declined` (a reason), `raised` (type, message, traceback, where), `broken` (tensor, quality,
+    expected, got) or none of these; `misplaced` lists outputs that lie elsewhere than the contract says. Arrays are
+    named `draw/call/tensor`, in layout order. `report` is told the phase that begins.
+    """
+    try:
+        reason = target.supports(case.problem)
+    except Exception as error:  # noqa: BLE001  # whatever foreign code raises is a finding, not a failure of ours
+        return _raised(error, "supports"), {}
+    if reason is not None:
+        return {"declined": str(reason)}, {}
+    setting = _Setting(target, case.problem, mesh_of(case.problem, jax.devices()))
+    with jax.default_matmul_precision(case.problem.precision):
+        return _execute_supported(setting, case, report)
+
+
+def _execute_supported(setting: _Setting, case: Case, report: Report) -> tuple[Named, dict[str, np.ndarray]]:
+    report("making inputs")
+    draws = [_placed(setting, _draw_inputs(setting.target, case, draw)) for draw in range(NUM_DRAWS)]
+    report("tracing and compiling")
+    try:
+        compiled = jax.jit(lambda arrays: _forward_and_gradients(setting, arrays)).lower(draws[0]).compile()
+    except Exception as error:  # noqa: BLE001  # see above
+        return _forward_alone(setting, draws, error, report)
+    return _run(setting, compiled, draws, report)
+
+
+def _forward_alone(
+    setting: _Setting, draws: list[Named], first: Exception, report: Report
+) -> tuple[Named, dict[str, np.ndarray]]:
+    """Tells a target that fails from one that only has no gradient; the forward of the latter is still compared."""
+    report("tracing and compiling the forward alone")
+    try:
+        compiled = jax.jit(lambda arrays: _forward(setting, arrays)).lower(draws[0]).compile()
+    except Declined as error:
+        return {"declined": str(error)}, {}
+    except ContractBroken as error:
+        return {"broken": [error.tensor, error.quality, error.expected, error.got]}, {}
+    except Exception as error:  # noqa: BLE001  # see above
+        return _raised(error, "forward"), {}
+    message, arrays = _run(setting, compiled, draws, report)
+    return {**message, **_raised(first, "gradient")}, arrays
+
+
+def _run(setting: _Setting, compiled: Any, draws: list[Named], report: Report) -> tuple[Named, dict[str, np.ndarray]]:
+    """Runs the compiled program once a draw, one call in flight at a time."""
+    arrays: dict[str, np.ndarray] = {}
+    misplaced: dict[str, str] = {}
+    for draw, placed in enumerate(draws):
+        report(f"running draw {draw}")
+        try:
+            results = jax.block_until_ready(compiled(placed))
+        except Exception as error:  # noqa: BLE001  # see above
+            return _raised(error, f"draw {draw}"), arrays
+        for name, array in results.items():
+            arrays[f"{draw}/{name}"] = np.asarray(array)
+            if place := _misplacement(setting, name, array):
+                misplaced[name] = place
+    return {"misplaced": misplaced}, arrays
+
+
+def _forward(setting: _Setting, arrays: Named) -> Named:
+    """The primal calls: `call/out`, and `attention_with_lse/lse`."""
+    results: Named = {}
+    for call in setting.calls:
+        results |= {f"{call}/{name}": array for name, array in _call(setting, call, arrays).items()}
+    return results
+
+
+def _forward_and_gradients(setting: _Setting, arrays: Named) -> Named:
+    """The primal calls, the VJP's own forward (`call/out of vjp`) and the gradients (`call/dquery`, …)."""
+    results = _forward(setting, arrays)
+    differentiable = {name: arrays[name] for name in ("query", "key", "value", "sinks") if name in arrays}
+    others = {name: array for name, array in arrays.items() if name not in differentiable}
+    for call in setting.calls:
+        if call == "attention_with_lse" and not setting.target.description.lse_grad:
+            continue
+        outputs, vjp = jax.vjp(lambda inputs, call=call: _call(setting, call, {**others, **inputs}), differentiable)
+        (gradients,) = vjp({name: arrays[f"d{name}"] for name in outputs})
+        results |= {f"{call}/{name} of vjp": array for name, array in outputs.items()}
+        results |= {f"{call}/d{name}": array for name, array in gradients.items()}
+    return results
+
+
+def _call(setting: _Setting, call: str, arrays: Named) -> Named:
+    """One call of the target, as its contract says; what it returns is held to the contract while tracing."""
+    problem = setting.problem
+    optional = {name: arrays[name] for name in ("segment_ids", "sinks") if name in arrays}
+    value = arrays["key"] if problem.shared_kv else arrays["value"]
+    function = getattr(setting.target, call)
+    returned = function(arrays["query"], arrays["key"], value, problem=problem, mesh=setting.mesh, **optional)
+    if call == "attention":
+        returned = (returned,)
+    names = ("out", "lse")[: 1 + (call == "attention_with_lse")]
+    if not isinstance(returned, tuple | list) or len(returned) != len(names):
+        raise ContractBroken(names[-1], "structure", f"({', '.join(names)})", _describe(returned))
+    rows = (problem.batch, problem.seq_len, problem.num_query_heads)
+    expected = {
+        "out": jax.ShapeDtypeStruct((*rows, problem.value_dim), arrays["query"].dtype),
+        "lse": jax.ShapeDtypeStruct(rows, np.float64 if problem.dtype == "float64" else np.float32),
+    }
+    return {name: _held_to(name, got, expected[name]) for name, got in zip(names, returned, strict=True)}
+
+
+def _held_to(name: str, got: Any, expected: jax.ShapeDtypeStruct) -> Any:
+    if not isinstance(got, jax.Array):
+        raise ContractBroken(name, "structure", "one array", _describe(got))
+    if got.shape != expected.shape:
+        raise ContractBroken(name, "shape", str(expected.shape), str(got.shape))
+    if got.dtype != expected.dtype:
+        raise ContractBroken(name, "dtype", str(expected.dtype), str(got.dtype))
+    return got
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, tuple | list):
+        return f"a {type(value).__name__} of {len(value)}"
+    return f"a {type(value).__name__}"
+
+
+def _draw_inputs(target: Target, case: Case, draw: int) -> Inputs:
+    inputs = inputs_of(redraw(case, draw))
+    if target.description.empty_rows == "undefined":
+        return without_empty_row_cotangents(inputs, case.problem)
+    return inputs
+
+
+def _placed(setting: _Setting, inputs: Inputs) -> Named:
+    """Fresh copies of the masters in layout order, placed on the mesh; absent inputs are left out."""
+    order = setting.problem.positions()
+    shardings = shardings_of(setting.problem, setting.mesh)
+    placed: Named = {}
+    for name in ("query", "key", "value", "segment_ids", "sinks", "dout", "dlse"):
+        master = getattr(inputs, name)
+        if master is None or (name == "value" and setting.problem.shared_kv):
+            continue
+        copy = np.array(master) if name == "sinks" else master[:, order]
+        if setting.problem.dtype == "float64" and copy.dtype == np.float32:
+            copy = copy.astype(np.float64)  # the exact tier: sinks and the cotangent of lse take part in float64
+        placed[name] = jax.device_put(copy, shardings[name.removeprefix("d")])
+    return placed
+
+
+def _misplacement(setting: _Setting, name: str, array: jax.Array) -> str | None:
+    """Where an output lies, if that is not where the contract says."""
+    tensor = name.partition("/")[2].removesuffix(" of vjp")
+    expected = shardings_of(setting.problem, setting.mesh)[tensor.removeprefix("d")]
+    if array.sharding.is_equivalent_to(expected, array.ndim):
+        return None
+    return f"expected {expected.spec}, got {getattr(array.sharding, 'spec', array.sharding)}"
+
+
+def _raised(error: BaseException, where: str) -> Named:
+    lines = "".join(traceback.format_exception(error)).rstrip()
+    return {"raised": {"type": type(error).__name__, "message": str(error)[:2000], "traceback": lines, "where": where}}

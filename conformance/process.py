@@ -1,0 +1,162 @@
+"""The parent's hold on one worker process: starting it, one request at a time, and telling a crash from a hang.
+
+A hang is judged by CPU time, not by the clock: a machine may be slow, a deadlock uses no CPU.
+May touch: processes, sockets, a temporary log file; never JAX. Tests: tests/conformance/test_process.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import psutil
+
+from conformance.channel import Channel, ChannelClosed
+from conformance.devices import Devices, worker_environment
+from conformance.target import TargetDescription, TargetError
+
+# A worker that uses less than IDLE_CPU_SECONDS of CPU in IDLE_SECONDS waits for something that will not come.
+IDLE_SECONDS = 15.0
+IDLE_CPU_SECONDS = 0.3
+# A case takes a second or two of CPU, its compilation included; this is for a loop that never ends.
+BUSY_CPU_SECONDS = 600.0
+_LOG_TAIL_BYTES = 4000
+
+
+@dataclass(frozen=True)
+class WorkerLost:
+    """A worker died or hung: `how` in a stable word or two, the phase it was in, and the end of what it printed."""
+
+    how: str
+    phase: str
+    log: str
+
+
+Reply = tuple[dict[str, Any], dict[str, np.ndarray]]
+
+
+class Worker:
+    """One worker process with one target loaded."""
+
+    def __init__(self, spec: str, devices: Devices, *, enable_x64: bool = False) -> None:
+        """Starts the process and loads the target.
+
+        Raises:
+            TargetError: the target does not load.
+        """
+        ours, theirs = socket.socketpair()
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115  # lives as long as the worker
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "conformance.worker", str(theirs.fileno())],
+            pass_fds=(theirs.fileno(),),
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            env=worker_environment(devices, enable_x64),
+            start_new_session=True,  # Ctrl-C is the parent's; and the whole group can be ended
+        )
+        theirs.close()
+        self._channel = Channel(ours)
+        self._phase = "loading the target"
+        self.description = self._load(spec)
+
+    def run(self, case_text: str) -> Reply | WorkerLost:
+        """Has the target run one case: see `execution.execute` for the reply. Use `send` and `wait` to overlap."""
+        self.send(case_text)
+        return self.wait()
+
+    def send(self, case_text: str) -> None:
+        """Starts a case; `wait` gives its reply."""
+        self._phase = "starting"
+        with contextlib.suppress(ChannelClosed):  # a worker that is gone shows in wait()
+            self._channel.send({"do": "execute", "case": case_text})
+
+    def wait(self) -> Reply | WorkerLost:
+        """The reply to the case that was sent, or how the worker was lost."""
+        try:
+            while True:
+                if how := self._wait_for_message():
+                    return self._lost(how)
+                message, arrays = self._channel.receive()
+                if "result" in message:
+                    return message["result"], arrays
+                self._phase = message["phase"]
+        except ChannelClosed:
+            return self._lost(self._how_it_ended())
+
+    def close(self) -> None:
+        """Ends the process and whatever it started."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._channel.close()
+        self._log.close()
+
+    def _load(self, spec: str) -> TargetDescription:
+        try:
+            self._channel.send({"do": "load", "target": spec})
+            how = self._wait_for_message()
+            answer, _ = ({}, {}) if how else self._channel.receive()
+        except ChannelClosed:
+            how, answer = self._how_it_ended(), {}
+        if how:
+            lost = self._lost(how)
+            raise TargetError(f"the worker process {lost.how} while {spec} was imported\n{lost.log}")
+        if "load_error" in answer:
+            self.close()
+            raise TargetError(answer["load_error"])
+        return TargetDescription(**answer["description"])
+
+    def _wait_for_message(self) -> str | None:
+        """None once a message or the end of the channel is there to read; else how the worker hangs."""
+        started_at = used = self._cpu_seconds()
+        idle_since = time.monotonic()
+        while True:
+            readable, _, _ = select.select([self._channel], [], [], 0.5)
+            if readable:
+                return None
+            now_used = self._cpu_seconds()
+            if now_used - used > IDLE_CPU_SECONDS:
+                used, idle_since = now_used, time.monotonic()
+            if time.monotonic() - idle_since > IDLE_SECONDS:
+                return "hangs without using CPU"
+            if now_used - started_at > BUSY_CPU_SECONDS:
+                return "computes without end"
+
+    def _cpu_seconds(self) -> float:
+        """CPU time of the worker and of every process it started."""
+        total = 0.0
+        with contextlib.suppress(psutil.Error):
+            process = psutil.Process(self._process.pid)
+            for member in (process, *process.children(recursive=True)):
+                with contextlib.suppress(psutil.Error):
+                    times = member.cpu_times()
+                    total += times.user + times.system
+        return total
+
+    def _how_it_ended(self) -> str:
+        try:
+            code = self._process.wait(timeout=IDLE_SECONDS)
+        except subprocess.TimeoutExpired:
+            return "closed its channel"
+        return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
+
+    def _lost(self, how: str) -> WorkerLost:
+        lost = WorkerLost(how, self._phase, self._tail())
+        self.close()
+        return lost
+
+    def _tail(self) -> str:
+        size = self._log.seek(0, os.SEEK_END)
+        self._log.seek(max(0, size - _LOG_TAIL_BYTES))
+        return self._log.read().decode(errors="replace").strip()

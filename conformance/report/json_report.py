@@ -1,0 +1,91 @@
+"""report.json: the whole run in a stable, versioned form (docs/report.md), written at once or not at all.
+
+May touch: the report directory. Tests: tests/conformance/test_report_json.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from conformance.case_text import format_case
+from conformance.finding import plain
+from conformance.report.terminal import replay_command
+from conformance.report.verdict import exit_status, verdict_of
+from conformance.runner import Run, TargetRun
+
+FORMAT_VERSION = 1
+FILE_NAME = "report.json"
+
+
+def prepare_directory(directory: Path) -> None:
+    """Makes the directory and proves that a file can be written there, before hours are spent on a run.
+
+    Raises:
+        OSError: it cannot be made or written to.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=directory):
+        pass
+
+
+def write_report(run: Run, about: Mapping[str, Any], directory: Path) -> Path:
+    """Writes `directory/report.json`; `about` is what the caller knows of versions, options and the case list.
+
+    Raises:
+        OSError: it cannot be written; an earlier report is then still whole.
+    """
+    path = directory / FILE_NAME
+    content = json.dumps(plain(report_content(run, about)), indent=1, allow_nan=False)
+    with tempfile.NamedTemporaryFile("w", dir=directory, delete=False, encoding="utf-8") as unfinished:
+        unfinished.write(content)
+    os.replace(unfinished.name, path)
+    return path
+
+
+def report_content(run: Run, about: Mapping[str, Any]) -> dict[str, Any]:
+    """The report as JSON values; floats may still be infinite (see `finding.plain`)."""
+    return {
+        "format": "halocheck-report",
+        "version": FORMAT_VERSION,
+        **about,
+        "interrupted": run.interrupted,
+        "seconds": round(run.seconds, 1),
+        "exit_status": exit_status(run),
+        "targets": [_target_content(target, run) for target in run.targets],
+    }
+
+
+def _target_content(target: TargetRun, run: Run) -> dict[str, Any]:
+    verdict = verdict_of(target, run)
+    return {
+        "target": asdict(target.description),
+        "verdict": verdict.status,
+        "remarks": list(verdict.remarks),
+        "counts": verdict.counts,
+        "cells": [asdict(cell) for cell in verdict.cells],
+        "declined": [{"reason": reason, "cases": count} for reason, count in verdict.declined],
+        "findings": [
+            {
+                **finding.to_json(),
+                "cases": occurrences,
+                "replay": replay_command(finding.case, target.description.spec),
+            }
+            for finding, occurrences in verdict.findings
+        ],
+        "results": [
+            {
+                "case": format_case(result.case),
+                "status": result.status,
+                "reason": result.reason,
+                "shares": {f"{check}/{tensor}": share for (check, tensor), share in result.shares.items()},
+                "findings": [finding.to_json() for finding in result.findings],
+            }
+            for result in target.results
+        ],
+    }

@@ -1,0 +1,87 @@
+"""The verdict as a person reads it: a table, then each kind of finding with its smallest case.
+
+May touch: standard output. Tests: tests/conformance/test_report_terminal.py.
+"""
+
+from __future__ import annotations
+
+import shlex
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from conformance.finding import Finding, plain
+from conformance.report.verdict import Cell, TargetVerdict, verdict_of
+from conformance.runner import Run
+from conformance.session import CONFORMS, DECLINED, FINDING
+
+_STYLES = {CONFORMS: "green", FINDING: "bold red", DECLINED: "yellow"}
+
+
+def print_run(run: Run, console: Console) -> None:
+    """Prints the whole verdict of a run."""
+    verdicts = [verdict_of(target, run) for target in run.targets]
+    if verdicts:
+        console.print(_table(verdicts))
+    for target, verdict in zip(run.targets, verdicts, strict=True):
+        _print_remarks(verdict, console)
+        for finding, occurrences in verdict.findings:
+            print_finding(finding, target.description.spec, f"{occurrences} of {len(target.results)} cases", console)
+    if run.interrupted:
+        console.print("interrupted: this is what was found so far")
+
+
+def print_finding(finding: Finding, spec: str, occurrences: str, console: Console) -> None:
+    """One finding: what, where, and the command that shows it again."""
+    title = Text.assemble(
+        ("FINDING ", "bold red"), f"{finding.id} {finding.target} {finding.check} of {finding.tensor}"
+    )
+    if occurrences:
+        title.append(f" ({occurrences})")
+    console.print(title, soft_wrap=True)
+    # Long lines are left whole: a command must survive being copied.
+    console.print(Text(f"  {plain(finding.reading)}"), soft_wrap=True)
+    if finding.detail:
+        console.print(
+            Text("\n".join(f"  | {line}" for line in plain(finding.detail).splitlines()[-12:])), soft_wrap=True
+        )
+    console.print(Text(f"  {replay_command(finding.case, spec)}"), soft_wrap=True)
+
+
+def replay_command(case_text: str, spec: str) -> str:
+    """The line that runs this case again on this target."""
+    return f'halocheck replay "{case_text}" {shlex.quote(spec)}'
+
+
+def _table(verdicts: list[TargetVerdict]) -> Table:
+    table = Table("check", "tensor")
+    for verdict in verdicts:
+        table.add_column(Text(verdict.name))
+    for cells in zip(*(verdict.cells for verdict in verdicts), strict=True):
+        table.add_row(cells[0].check, cells[0].tensor, *map(_cell_text, cells))
+    table.add_section()
+    table.add_row("cases", "", *(Text(_counts(verdict)) for verdict in verdicts))
+    table.add_row("verdict", "", *(Text(verdict.status, _STYLES.get(verdict.status, "yellow")) for verdict in verdicts))
+    return table
+
+
+def _cell_text(cell: Cell) -> Text:
+    text = Text(cell.status, _STYLES.get(cell.status, "dim"))
+    if cell.findings:
+        text.append(f" in {cell.findings} of {cell.cases}", "default")
+    elif cell.cases:
+        share = f", share <= {cell.largest_share:.2f}" if cell.check != "contract" else ""
+        text.append(f" on {cell.cases}{share}", "default")
+    return text
+
+
+def _counts(verdict: TargetVerdict) -> str:
+    return ", ".join(f"{count} {status}" for status, count in verdict.counts.items() if count)
+
+
+def _print_remarks(verdict: TargetVerdict, console: Console) -> None:
+    for remark in verdict.remarks:
+        console.print(Text(f"{verdict.name}: {remark}"), soft_wrap=True)
+    for reason, count in verdict.declined:
+        console.print(Text(f"{verdict.name} declined {count}: {plain(reason)}"), soft_wrap=True)

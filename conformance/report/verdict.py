@@ -1,0 +1,135 @@
+"""From a run to its verdict: a cell for each check and tensor, a verdict for each target, the exit status.
+
+Silence is not a pass: what was not tried, declined or lost is said. May touch: runs.
+Tests: tests/conformance/test_report_verdict.py.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from conformance.checks import CHECKS
+from conformance.finding import Finding
+from conformance.runner import Run, TargetRun
+from conformance.session import CONFORMS, DECLINED, FINDING, INCONCLUSIVE
+
+NOT_TRIED = "not tried"
+EXIT_CONFORMS, EXIT_FINDING, EXIT_CANNOT_START, EXIT_HARNESS_FAILED, EXIT_INCONCLUSIVE, EXIT_INTERRUPTED = (
+    0,
+    1,
+    2,
+    3,
+    4,
+    130,
+)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One check and tensor of one target: how it stands, on how many cases, the largest share of the allowance."""
+
+    check: str
+    tensor: str
+    status: str
+    cases: int
+    findings: int
+    largest_share: float | None
+
+
+@dataclass(frozen=True)
+class TargetVerdict:
+    """One target's column: its cells, counts of cases by status, its kinds of finding, and why it is not conclusive."""
+
+    name: str
+    status: str
+    cells: tuple[Cell, ...]
+    counts: dict[str, int]
+    declined: tuple[tuple[str, int], ...]
+    findings: tuple[tuple[Finding, int], ...]
+    remarks: tuple[str, ...]
+
+
+def verdict_of(target: TargetRun, run: Run) -> TargetVerdict:
+    """The verdict on one target."""
+    results = target.results
+    counts = {status: sum(result.status == status for result in results) for status in _STATUSES}
+    counts[NOT_TRIED] = len(run.plan.cases) - len(results)
+    cells = tuple(_cell(target, check, tensor) for check in run.plan.check_names for tensor in CHECKS[check].tensors)
+    occurrences = Counter(finding.id for result in results for finding in result.findings)
+    findings = tuple((finding, occurrences[finding.id]) for finding in target.smallest.values())
+    declined = Counter(result.reason for result in results if result.status == DECLINED)
+    remarks, conclusive = _remarks(target, run, counts, cells)
+    status = FINDING if findings else CONFORMS if conclusive else INCONCLUSIVE
+    return TargetVerdict(
+        target.description.name, status, cells, counts, tuple(declined.most_common()), findings, remarks
+    )
+
+
+def exit_status(run: Run) -> int:
+    """0 conforms, 1 a finding, 4 inconclusive, 130 interrupted; 1 beats 4."""
+    statuses = {verdict_of(target, run).status for target in run.targets}
+    if run.interrupted:
+        return EXIT_INTERRUPTED
+    if FINDING in statuses:
+        return EXIT_FINDING
+    return EXIT_CONFORMS if statuses == {CONFORMS} else EXIT_INCONCLUSIVE
+
+
+_STATUSES = (CONFORMS, FINDING, DECLINED, INCONCLUSIVE)
+
+
+def _cell(target: TargetRun, check: str, tensor: str) -> Cell:
+    shares = [r.shares[check, tensor] for r in target.results if (check, tensor) in r.shares]
+    findings = sum(any(f.check == check and f.tensor == tensor for f in r.findings) for r in target.results)
+    if findings:
+        status = FINDING
+    elif shares:
+        status = CONFORMS
+    elif target.results and all(result.status == DECLINED for result in target.results):
+        status = DECLINED
+    else:
+        status = NOT_TRIED
+    return Cell(check, tensor, status, len(shares), findings, max(shares) if shares else None)
+
+
+def _remarks(
+    target: TargetRun, run: Run, counts: dict[str, int], cells: tuple[Cell, ...]
+) -> tuple[tuple[str, ...], bool]:
+    """What the reader must know beside the table, and whether the absence of findings says anything."""
+    remarks: list[str] = []
+    conclusive = True
+    done = len(target.results)
+    if done and counts[DECLINED] == done:
+        remarks.append("declined every case: no verdict")
+        conclusive = False
+    elif counts[DECLINED] * 2 > done:
+        remarks.append(f"declined more than half of the cases ({counts[DECLINED]} of {done})")
+    if not done:
+        remarks.append("nothing ran: no verdict")
+        conclusive = False
+    if done < len(run.plan.covering):
+        remarks.append(f"the covering list is unfinished: {done} of {len(run.plan.covering)} cases")
+        conclusive = False
+    if target.stopped:
+        remarks.append(f"stopped early: {target.stopped}")
+    if counts[INCONCLUSIVE]:
+        remarks.append(f"{counts[INCONCLUSIVE]} cases were lost once and passed when run again alone")
+        conclusive = False
+    for cell in cells:
+        if cell.status == NOT_TRIED and _is_owed(target, cell):
+            remarks.append(f"{cell.check} of {cell.tensor} was never tried")
+            conclusive = False
+    return tuple(remarks), conclusive
+
+
+def _is_owed(target: TargetRun, cell: Cell) -> bool:
+    """lse is owed only by a target that returns it, dsinks only where a case that it took has sinks."""
+    if cell.tensor == "lse":
+        return target.description.has_lse
+    taken = [result.case.problem for result in target.results if result.status != DECLINED]
+    if cell.tensor == "dsinks":
+        return any(problem.sinks for problem in taken)
+    if cell.tensor == "dvalue":
+        return any(not problem.shared_kv for problem in taken)
+    return bool(taken)

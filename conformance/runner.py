@@ -1,0 +1,176 @@
+"""The main job: every target on every case of the list, and for each kind of finding the smallest case that shows it.
+
+May touch: sessions, the clock; never JAX. Tests: tests/conformance/test_runner.py.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from conformance.answers import answer_for
+from conformance.case_text import format_case
+from conformance.devices import Devices
+from conformance.evidence import NUM_DRAWS
+from conformance.finding import Finding
+from conformance.problem import Case
+from conformance.session import FINDING, CaseResult, Session
+from conformance.shrink import case_size, shrink
+from conformance.target import TargetDescription
+
+# A target that keeps losing its process costs half a minute a case: after so many losses the rest is not tried.
+MAX_WORKERS_LOST = 4
+SHRINK_EXECUTIONS = 40
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to run: `covering` cases are never cut by `seconds`, `further` ones are."""
+
+    targets: tuple[str, ...]
+    covering: tuple[Case, ...]
+    further: tuple[Case, ...]
+    devices: Devices
+    check_names: tuple[str, ...]
+    seconds: float | None = None
+    shrink_findings: bool = True
+
+    @property
+    def cases(self) -> tuple[Case, ...]:
+        """The whole list, in order."""
+        return self.covering + self.further
+
+
+@dataclass
+class TargetRun:
+    """What one target did so far; `smallest` holds, for each kind of finding, its smallest case after shrinking."""
+
+    description: TargetDescription
+    results: list[CaseResult] = field(default_factory=list)
+    smallest: dict[str, Finding] = field(default_factory=dict)
+    stopped: str = ""
+
+
+@dataclass
+class Run:
+    """The state of a run; it stays valid when the run is interrupted."""
+
+    plan: Plan
+    targets: list[TargetRun] = field(default_factory=list)
+    interrupted: bool = False
+    seconds: float = 0.0
+
+
+Progress = Callable[[str], None]
+
+
+def run(plan: Plan, progress: Progress) -> Run:
+    """Runs the plan. An interrupt (Ctrl-C) ends it early with what was found so far.
+
+    Raises:
+        TargetError: a target does not load; nothing has run then.
+    """
+    started_at = time.monotonic()
+    state = Run(plan)
+    sessions: list[Session] = []
+    try:
+        for spec in plan.targets:
+            sessions.append(Session(spec, plan.devices, plan.check_names))
+            state.targets.append(TargetRun(sessions[-1].description))
+        _run_cases(state, sessions, progress, started_at)
+        if plan.shrink_findings:
+            _shrink_findings(state, sessions, progress)
+    except KeyboardInterrupt:
+        state.interrupted = True
+    finally:
+        for session in sessions:
+            session.close()
+        state.seconds = time.monotonic() - started_at
+    return state
+
+
+def compute_answers(target: TargetDescription, case: Case) -> None:
+    """Fills the answers' cache while the worker computes: the oracle runs on the core that the worker leaves idle."""
+    for draw in range(NUM_DRAWS):
+        for call in ("attention", "attention_with_lse")[: 1 + target.has_lse]:
+            answer_for(target, case, draw, call)
+
+
+def _run_cases(state: Run, sessions: Sequence[Session], progress: Progress, started_at: float) -> None:
+    plan = state.plan
+    told_at = time.monotonic()
+    for number, case in enumerate(plan.cases, 1):
+        if number > len(plan.covering) and plan.seconds is not None and time.monotonic() - started_at > plan.seconds:
+            progress(f"{number - 1} of {len(plan.cases)} cases done; the time of --seconds is up")
+            return
+        for target, session in zip(state.targets, sessions, strict=True):
+            if target.stopped:
+                continue
+            target.results.append(session.run(case, compute_answers))
+            _tell_first_sight(target, progress)
+            if session.workers_lost >= MAX_WORKERS_LOST:
+                target.stopped = f"its process was lost {session.workers_lost} times"
+                progress(f"{target.description.name}: {target.stopped}; its remaining cases are not tried")
+        if time.monotonic() - told_at > 10 or number == len(plan.cases):
+            told_at = time.monotonic()
+            progress(f"case {number} of {len(plan.cases)}: {_counts(state)}")
+
+
+def _tell_first_sight(target: TargetRun, progress: Progress) -> None:
+    for finding in target.results[-1].findings:
+        known = target.smallest.get(finding.id)
+        if known is None:
+            progress(f"{target.description.name}: {finding.reading}")
+        if known is None or case_size(target.results[-1].case) < case_size(_case_of(target, known)):
+            target.smallest[finding.id] = finding
+
+
+def _case_of(target: TargetRun, finding: Finding) -> Case:
+    return next(result.case for result in target.results if format_case(result.case) == finding.case)
+
+
+def _counts(state: Run) -> str:
+    """Per target: how many cases ended how."""
+    parts = []
+    for target in state.targets:
+        statuses = [result.status for result in target.results]
+        counted = ", ".join(f"{statuses.count(status)} {status}" for status in dict.fromkeys(sorted(statuses)))
+        parts.append(f"{target.description.name} {counted}")
+    return "; ".join(parts)
+
+
+def _shrink_findings(state: Run, sessions: Sequence[Session], progress: Progress) -> None:
+    for target, session in zip(state.targets, sessions, strict=True):
+        if not target.smallest:
+            continue
+        if target.stopped:
+            continue  # each attempt would cost a process again
+        progress(f"{target.description.name}: looking for the smallest case of {len(target.smallest)} kinds of finding")
+        seen: dict[str, tuple[Finding, ...]] = {}
+
+        def findings_of(case: Case, session: Session = session, seen: dict = seen) -> tuple[Finding, ...]:
+            text = format_case(case)
+            if text not in seen:
+                result = session.run(case, compute_answers)
+                seen[text] = result.findings if result.status == FINDING else ()
+            return seen[text]
+
+        for finding_id, finding in list(target.smallest.items()):
+            start = _case_of(target, finding)
+            target.smallest[finding_id] = _smallest(finding, start, findings_of, list(target.smallest.values()))
+
+
+def _smallest(
+    finding: Finding, start: Case, findings_of: Callable[[Case], tuple[Finding, ...]], known: list[Finding]
+) -> Finding:
+    """The same kind of finding on the smallest case that the shrinker reaches."""
+    best = [finding]
+
+    def shows(case: Case) -> bool:
+        same = [candidate for candidate in findings_of(case) if candidate.id == finding.id]
+        best[:] = same or best
+        return bool(same)
+
+    shrink(start, shows, SHRINK_EXECUTIONS)
+    return best[0]

@@ -1,0 +1,143 @@
+"""What a target is, and how one is loaded from `module:attribute` or `path/to/file.py:attribute`.
+
+May touch: the user's module, in the worker process only. The contract is in docs/targets.md.
+Tests: tests/conformance/test_target.py.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from conformance.problem import Problem
+
+COMMUNICATIONS = ("halo", "all_gather", "ring", "ulysses", "usp")
+EMPTY_ROWS = ("undefined", "zero")
+
+
+class Declined(Exception):  # the contract's word: a target raises Declined(reason)
+    """Raised by a target in its forward: this problem is outside what it claims to support."""
+
+
+class TargetError(Exception):
+    """A target cannot be loaded; `report` is what its author needs to see, their own traceback included."""
+
+    def __init__(self, report: str) -> None:
+        super().__init__(report)
+        self.report = report
+
+
+@dataclass(frozen=True)
+class TargetDescription:
+    """What the parent process knows of a target: plain data that crosses the process border.
+
+    `precision` holds the declared numerics, fields of `oracle.budget.Precision`. The defaults claim nothing.
+    """
+
+    spec: str
+    name: str
+    has_lse: bool = False
+    communication: str | None = None
+    precision: Mapping[str, Any] = field(default_factory=dict)
+    empty_rows: str = "undefined"
+    lse_grad: bool = True
+
+
+@dataclass(frozen=True)
+class Target:
+    """A loaded target: its functions, and its description."""
+
+    attention: Callable[..., Any]
+    attention_with_lse: Callable[..., Any] | None
+    supports: Callable[[Problem], str | None]
+    description: TargetDescription
+
+
+def load_target(spec: str) -> Target:
+    """The target that `spec` names.
+
+    Raises:
+        TargetError: no such module, file or attribute, an import that raises, or an attribute that is no target.
+    """
+    module_name, separator, attribute = spec.rpartition(":")
+    if not separator or not module_name or not attribute:
+        raise TargetError(f"a target is module:attribute or path/to/file.py:attribute, got {spec!r}")
+    module = _import(module_name)
+    if not hasattr(module, attribute):
+        nearest = difflib.get_close_matches(attribute, [name for name in dir(module) if name[0] != "_"], n=1)
+        hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+        raise TargetError(f"{module_name} has no attribute {attribute!r}{hint}")
+    return make_target(getattr(module, attribute), spec)
+
+
+def make_target(candidate: Any, spec: str) -> Target:
+    """The target behind a function, or behind an object with `attention` and the optional attributes of the contract.
+
+    Raises:
+        TargetError: it is neither, or an optional attribute has a value outside the contract.
+    """
+    attention = getattr(candidate, "attention", candidate)
+    if not callable(attention):
+        raise TargetError(f"{spec} is neither a function nor an object with a callable `attention`, got {candidate!r}")
+    with_lse = getattr(candidate, "attention_with_lse", None)
+    description = TargetDescription(
+        spec=spec,
+        name=str(getattr(candidate, "name", spec)),
+        has_lse=with_lse is not None,
+        communication=_choice(candidate, spec, "communication", None, COMMUNICATIONS),
+        precision=dict(getattr(candidate, "precision", {})),
+        empty_rows=_choice(candidate, spec, "empty_rows", "undefined", EMPTY_ROWS),
+        lse_grad=bool(getattr(candidate, "lse_grad", True)),
+    )
+    supports = getattr(candidate, "supports", lambda problem: None)
+    return Target(attention, with_lse, supports, description)
+
+
+def _import(module_name: str) -> ModuleType:
+    """Imports a module as `python` started in this folder would: the working directory is on the path."""
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    try:
+        if module_name.endswith(".py"):
+            return _import_file(Path(module_name))
+        return importlib.import_module(module_name)
+    except TargetError:
+        raise
+    except BaseException as error:  # foreign code: sys.exit() at import must not end the worker silently
+        raise TargetError(_own_traceback(error)) from error
+
+
+def _import_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise TargetError(f"no such file: {path}")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    sys.path.insert(0, str(path.resolve().parent))
+    spec.loader.exec_module(module)
+    return module
+
+
+def _own_traceback(error: BaseException) -> str:
+    """The traceback from the first frame outside of this file and the import machinery on: the user's own lines."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if frame.filename != __file__ and "importlib" not in frame.filename]
+    lines = ["Traceback (most recent call last):\n", *traceback.format_list(own)] if own else []
+    return "".join([*lines, *traceback.format_exception_only(error)]).rstrip()
+
+
+def _choice(candidate: Any, spec: str, attribute: str, default: str | None, choices: tuple[str, ...]) -> Any:
+    value = getattr(candidate, attribute, default)
+    if value != default and value not in choices:
+        raise TargetError(f"{spec}.{attribute} must be one of {', '.join(choices)}, got {value!r}")
+    return value

@@ -1,0 +1,63 @@
+"""The process that imports JAX and the target: `python -m conformance.worker DESCRIPTOR` answers requests on a socket.
+
+It judges nothing. Its standard output and error belong to the target and go to a file of the parent's.
+May touch: JAX, the target, the socket it was given. Tests: tests/conformance/test_worker.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+import sys
+from typing import Any
+
+from conformance.channel import Channel, ChannelClosed
+from conformance.target import Target, TargetError, load_target
+
+# Compiled programs are kept by JAX for ever; a case is never run twice in a row, so they are let go now and then.
+_CASES_BETWEEN_CLEARING = 25
+
+
+def main() -> None:
+    """Serves requests until the parent closes the channel."""
+    channel = Channel(socket.socket(fileno=int(sys.argv[1])))
+    try:
+        _serve(channel)
+    except ChannelClosed:
+        return
+
+
+def _serve(channel: Channel) -> None:
+    from conformance.case_text import parse_case
+    from conformance.execution import execute  # imports JAX: only here, once the environment is known to be ours
+
+    target: Target | None = None
+    served = 0
+    while True:
+        request, _ = channel.receive()
+        if request["do"] == "load":
+            target, answer = _load(request["target"])
+            channel.send(answer)
+            continue
+        assert target is not None, "a case was sent before a target was loaded"
+        message, arrays = execute(target, parse_case(request["case"]), lambda phase: channel.send({"phase": phase}))
+        channel.send({"result": message}, arrays)
+        served += 1
+        if served % _CASES_BETWEEN_CLEARING == 0:
+            import jax
+
+            jax.clear_caches()
+
+
+def _load(spec: str) -> tuple[Target | None, dict[str, Any]]:
+    import jax
+
+    try:
+        target = load_target(spec)
+    except TargetError as error:
+        return None, {"load_error": error.report}
+    return target, {"description": dataclasses.asdict(target.description), "num_devices": jax.device_count()}
+
+
+if __name__ == "__main__":
+    main()
