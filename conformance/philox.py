@@ -52,9 +52,8 @@ def standard_values(
 ) -> Float64[np.ndarray, "... features"]:
     """Random values of mean 0 and standard deviation 1, within ±3.47, one for each feature of each counter.
 
-    `counter` holds the three upper words; the lowest is feature // 2, as a block of four words makes two values. A value
-    is the centred sum of four 16-bit fields (Irwin-Hall), times a constant: one float64 product, so that no libm can
-    round it differently.
+    `counter` holds the three upper words; the lowest is feature // 2, as four words make two values. A value is the
+    centred sum of four 16-bit fields (Irwin-Hall) times a constant: one float64 product, which no libm rounds.
     """
     pairs = np.arange((num_features + 1) // 2, dtype=np.uint64)
     upper = [np.asarray(word, dtype=np.uint64)[..., None] for word in counter]

@@ -1,7 +1,8 @@
 """The feature space: what varies from case to case, as data, declared once for covering lists and hypothesis alike.
 
 Geometry is named by what it means (a window of C + 1, a document that ends on a chunk border), never by sizes.
-May touch: problem, philox, document_levels. What a case really exercises is said by events.py. Tests: tests/conformance/test_space.py.
+What a case really exercises is said by events.py. May touch: problem, philox, document_levels.
+Tests: tests/conformance/test_space.py.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ def is_allowed(row: Row, forbidden: frozenset[frozenset[Choice]]) -> bool:
 
 
 def case_of(row: Row, seed: int) -> Case:
-    """The case of a row; what its levels leave open (which border is cut, how long the padding is) follows from the seed."""
+    """The case of a row; what its levels leave open (which border, how much padding) follows from the seed."""
     level = {feature.name: feature.levels[row[feature.name]] for feature in FEATURES}
     ranks, chunk_len = level["ranks"], level["chunk_len"]
     seq_len = chunk_len * ranks * (2 if level["layout"] == "dual_chunk_swap" else 1)

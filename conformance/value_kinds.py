@@ -1,6 +1,6 @@
 """The kinds of values (`problem.VALUE_KINDS`): each turns random numbers into inputs that make some mistake visible.
 
-Logits have the spread of their kind whatever the problem's scale and head_dim: only the query's amplitude follows those.
+Logits have the spread of their kind whatever the scale and head_dim: only the query's amplitude follows those.
 May touch: problem, philox, NumPy. The arrays are made in inputs.py. Tests: tests/conformance/test_inputs.py.
 """
 
@@ -30,8 +30,8 @@ STREAMS = {
     "further_cases": 11,
 }
 
-# Kinds whose values depend on the position, as the probabilities do: their rounding errors need not be independent of each
-# other, so an allowance must add them up plainly.
+# Kinds whose values depend on the position, as the probabilities do: their rounding errors need not be independent of
+# each other, so an allowance must add them up plainly.
 STRUCTURED = frozenset({"rank_coded", "cancelling", "constant"})
 
 # Standard deviation of the logits, by kind. `cancelling` is nearly uniform so that sums do cancel.
@@ -63,7 +63,7 @@ def draw_rows(
 
 
 def draw_sinks(case: Case) -> Float64[np.ndarray, " num_query_heads"]:
-    """One logit a head: half are comparable to a row's largest logit, a quarter well above, a quarter below; |sink| <= 30."""
+    """One logit a head: half comparable to a row's largest logit, a quarter well above, a quarter below."""
     heads = np.arange(case.problem.num_query_heads)
     draws = standard_values(2, (heads, 0, 0), (case.seed, STREAMS["sinks"]))
     # Quartiles of a standard normal variable.
@@ -127,7 +127,7 @@ def _dout(case: Case, batch_rows: np.ndarray, positions: np.ndarray) -> Rows:
 
 
 def _dlse(case: Case, batch_rows: np.ndarray, positions: np.ndarray) -> Float64[np.ndarray, "rows positions heads"]:
-    # dlse stands beside dout · value in the gradient of the logits: at another magnitude one of them would be invisible.
+    # dlse stands beside dout · value in the gradient of the logits: at another magnitude one of them would not be seen.
     heads = np.arange(case.problem.num_query_heads)
     amplitude = _AMPLITUDE.get(case.values, 1.0)
     amplitude = amplitude if case.problem.shared_kv else amplitude * amplitude

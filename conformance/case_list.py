@@ -1,0 +1,81 @@
+"""The deterministic list of cases of a profile: a covering list, the published models, then as many more as wanted.
+
+A pure function of (profile, seed, number of cases, devices): no state, no database; `list_hash` names a list.
+May touch: space, covering, models, philox. Tests: tests/conformance/test_case_list.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+from conformance.case_text import format_case
+from conformance.covering import covering_rows
+from conformance.models import model_cases, pull_request_5608_cases
+from conformance.philox import Draws
+from conformance.problem import Case
+from conformance.space import FEATURES, Row, case_of, forbidden_pairs, is_allowed
+from conformance.value_kinds import STREAMS
+
+# Strength of the covering list, and the number of cases where the user names none.
+STRENGTH = {"quick": 2, "ci": 3}
+EXAMPLES = {"quick": 310, "ci": 1600}
+
+# Further cases look where mistakes live and where a program is cheap to compile: windows over chunks, a few hops.
+# A level stands here as often as it is to be drawn; features that are not named draw each of their levels alike.
+_FURTHER_LEVELS = {
+    "layout": ("contiguous", "dual_chunk_swap", "dual_chunk_swap"),
+    "ranks": ("1", "2", "2", "2", "3", "3", "3", "4", "4", "5", "8"),
+    "chunk_len": ("4", "7", "8", "12", "16"),
+    "window": (
+        *("1", "2", "C-1", "C", "C+1", "2C-1", "2C+1", "S-1", "S+1"),
+        *("2", "C-1", "C", "C+1", "two_sided_small", "two_sided_beyond_chunk", "right_only"),
+    ),
+    "values": ("plain", "plain", "plain", "peaked", "needle", "needle", "rank_coded", "cancelling", "uniform", "huge"),
+}
+
+
+def case_list(profile: str, seed: int, examples: int | None = None, num_devices: int = 8) -> tuple[Case, ...]:
+    """The cases of `profile` ("quick" or "ci"), `examples` of them, each once, each for a mesh of at most `num_devices`.
+
+    The covering list and the models are never cut, so there may be more.
+
+    Raises:
+        ValueError: an unknown profile.
+    """
+    if profile not in STRENGTH:
+        raise ValueError(f"profile must be one of {', '.join(STRENGTH)}, got {profile!r}")
+    wanted = EXAMPLES[profile] if examples is None else examples
+    rows = covering_rows(FEATURES, forbidden_pairs(num_devices), STRENGTH[profile], seed)
+    cases = [case_of(row, _case_seed(seed, index)) for index, row in enumerate(rows)]
+    for fixed in (pull_request_5608_cases, model_cases):
+        cases += [case for case in fixed(_case_seed(seed, len(cases))) if case.problem.num_devices <= num_devices]
+    while len(cases) < wanted:
+        cases.append(further_case(seed, len(cases), num_devices))
+    return tuple(cases)
+
+
+def further_case(seed: int, index: int, num_devices: int) -> Case:
+    """Case number `index` of the endless list of `seed`: a row drawn level by level, drawn again while it is forbidden."""
+    draws = Draws(seed, STREAMS["further_cases"], index)
+    forbidden = forbidden_pairs(num_devices)
+    row = _draw_row(draws)
+    while not is_allowed(row, forbidden):
+        row = _draw_row(draws)
+    return case_of(row, _case_seed(seed, index))
+
+
+def list_hash(cases: Sequence[Case]) -> str:
+    """64 hexadecimal digits: the SHA-256 of the cases' texts, one a line."""
+    return hashlib.sha256("".join(f"{format_case(case)}\n" for case in cases).encode()).hexdigest()
+
+
+def _draw_row(draws: Draws) -> Row:
+    return {
+        feature.name: draws.choice(_FURTHER_LEVELS.get(feature.name, tuple(feature.levels))) for feature in FEATURES
+    }
+
+
+def _case_seed(seed: int, index: int) -> int:
+    """Another seed for each case of a list, so that no two texts are equal; in the list of seed 0 it is the index."""
+    return (seed * 100_003 + index) % 2**32
