@@ -36,7 +36,7 @@ _FURTHER_LEVELS = {
 
 
 def case_list(profile: str, seed: int, examples: int | None = None, num_devices: int = 8) -> tuple[Case, ...]:
-    """The cases of `profile` ("quick" or "ci"), `examples` of them, each once, each for a mesh of at most `num_devices`.
+    """The cases of `profile` ("quick" or "ci"): `examples` different ones, each for a mesh of at most `num_devices`.
 
     The covering list and the models are never cut, so there may be more.
 
@@ -56,7 +56,7 @@ def case_list(profile: str, seed: int, examples: int | None = None, num_devices:
 
 
 def further_case(seed: int, index: int, num_devices: int) -> Case:
-    """Case number `index` of the endless list of `seed`: a row drawn level by level, drawn again while it is forbidden."""
+    """Case `index` of the endless list of `seed`: a row drawn level by level, drawn again while it is forbidden."""
     draws = Draws(seed, STREAMS["further_cases"], index)
     forbidden = forbidden_pairs(num_devices)
     row = _draw_row(draws)
@@ -71,9 +71,8 @@ def list_hash(cases: Sequence[Case]) -> str:
 
 
 def _draw_row(draws: Draws) -> Row:
-    return {
-        feature.name: draws.choice(_FURTHER_LEVELS.get(feature.name, tuple(feature.levels))) for feature in FEATURES
-    }
+    levels = {feature.name: _FURTHER_LEVELS.get(feature.name, tuple(feature.levels)) for feature in FEATURES}
+    return {name: draws.choice(choices) for name, choices in levels.items()}
 
 
 def _case_seed(seed: int, index: int) -> int:

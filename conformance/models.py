@@ -167,8 +167,8 @@ def model_cases(seed: int) -> tuple[Case, ...]:
 def scaled_case(model: Model, layer: str, layout: str = "dual_chunk_swap", seed: int = 0) -> Case:
     """A layer of the model at 256 tokens over 8 ranks, keeping its ratios of query to kv heads and of W to the chunk.
 
-    head_dim is an eighth; the scale is the model's own. The chunk that W is compared to is that of 128K tokens, or of the
-    model's context where that is shorter. bfloat16, two documents.
+    head_dim is an eighth; the scale is the model's own. The chunk that W is compared to is that of 128K tokens, or of
+    the model's context where that is shorter. bfloat16, two documents.
     """
     heads = _heads(model, layer)
     # Two kv heads where the model has an even number of them, else one: the ratio to query heads stays.

@@ -1,0 +1,47 @@
+"""Hypothesis strategies over the feature space: every level is drawn on purpose, and a window of any size besides.
+
+The deterministic lists are in case_list.py. May touch: hypothesis, space, events.
+Tests: tests/conformance/test_fuzz.py.
+"""
+
+from __future__ import annotations
+
+from hypothesis import event
+from hypothesis import strategies as st
+
+from conformance.events import events_of
+from conformance.problem import Case
+from conformance.space import FEATURES, Choice, Row, case_of, forbidden_pairs
+
+
+def cases(num_devices: int = 16) -> st.SearchStrategy[Case]:
+    """Cases for a mesh of at most `num_devices`; each shrinks towards the first level of every feature."""
+    return _cases(forbidden_pairs(num_devices))
+
+
+def record_events(case: Case) -> None:
+    """Tells hypothesis what the case exercises: its statistics then show how much of the space was reached."""
+    for name in sorted(events_of(case)):
+        event(name)
+
+
+@st.composite
+def _cases(draw: st.DrawFn, forbidden: frozenset[frozenset[Choice]]) -> Case:
+    case = case_of(draw(_rows(forbidden)), draw(st.integers(0, 2**32 - 1)))
+    # Levels are the borders of the space; now and then a window of any size, which no level names.
+    size = draw(st.none() | st.integers(1, case.problem.seq_len + 1))
+    return case if size is None else case.replace(sliding_window_size=size, window=None)
+
+
+@st.composite
+def _rows(draw: st.DrawFn, forbidden: frozenset[frozenset[Choice]]) -> Row:
+    """One level a feature, each drawn from those that go with the levels before it, so that nothing is thrown away."""
+    row: dict[str, str] = {}
+    for feature in FEATURES:
+        levels = [
+            level
+            for level in feature.levels
+            if not any(frozenset((choice, (feature.name, level))) in forbidden for choice in row.items())
+        ]
+        row[feature.name] = draw(st.sampled_from(levels))
+    return row
