@@ -104,6 +104,9 @@ def _check_strategies(config: AttentionConfig) -> None:
     for name in ("context_axis", "data_axis", "tensor_axis"):
         if not isinstance(getattr(config, name), str):
             raise ValueError(f"{name} must be the name of a mesh axis, got {getattr(config, name)!r}")
+    axes = (config.context_axis, config.data_axis, config.tensor_axis)
+    if len(set(axes)) < len(axes):
+        raise ValueError(f"context_axis, data_axis and tensor_axis must differ, got {axes}")
 
 
 def _check_numerics(config: AttentionConfig) -> None:

@@ -74,9 +74,7 @@ def _check_inputs(operands: dict[str, Any]) -> None:
 def _check_heads(operands: dict[str, Any], tensor_parallelism: int) -> None:
     num_query_heads, num_kv_heads = operands["query"].shape[2], operands["key"].shape[2]
     if num_query_heads % num_kv_heads:
-        raise ValueError(
-            f"num_query_heads must be a multiple of num_kv_heads, got {num_query_heads} and {num_kv_heads}"
-        )
+        raise ValueError(f"num_query_heads must be a multiple of num_kv_heads {num_kv_heads}, got {num_query_heads}")
     if num_query_heads % tensor_parallelism:
         raise ValueError(
             f"num_query_heads must be a multiple of the tensor axis's size {tensor_parallelism}, got {num_query_heads}"
