@@ -14,7 +14,7 @@ from conformance.covering import covering_rows
 from conformance.models import model_cases, pull_request_5608_cases
 from conformance.philox import Draws
 from conformance.problem import Case
-from conformance.space import FEATURES, Row, case_of, forbidden_pairs, is_allowed
+from conformance.space import FEATURES, Row, case_of, features_for, forbidden_pairs, is_allowed
 from conformance.value_kinds import STREAMS
 
 # Strength of the covering list, and the number of cases where the user names none.
@@ -46,7 +46,7 @@ def case_list(profile: str, seed: int, examples: int | None = None, num_devices:
     if profile not in STRENGTH:
         raise ValueError(f"profile must be one of {', '.join(STRENGTH)}, got {profile!r}")
     wanted = EXAMPLES[profile] if examples is None else examples
-    rows = covering_rows(FEATURES, forbidden_pairs(num_devices), STRENGTH[profile], seed)
+    rows = covering_rows(features_for(num_devices), forbidden_pairs(num_devices), STRENGTH[profile], seed)
     cases = [case_of(row, _case_seed(seed, index)) for index, row in enumerate(rows)]
     for fixed in (pull_request_5608_cases, model_cases):
         cases += [case for case in fixed(_case_seed(seed, len(cases))) if case.problem.num_devices <= num_devices]

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from conformance.events import events_of
 from conformance.problem import Case
-from conformance.space import FEATURES, Choice, Row, case_of, forbidden_pairs
+from conformance.space import Row, case_of, features_for, forbidden_pairs
 
 
 def cases(num_devices: int = 16) -> st.SearchStrategy[Case]:
     """Cases for a mesh of at most `num_devices`; each shrinks towards the first level of every feature."""
-    return _cases(forbidden_pairs(num_devices))
+    return _cases(num_devices)
 
 
 def record_events(case: Case) -> None:
@@ -26,18 +26,19 @@ def record_events(case: Case) -> None:
 
 
 @st.composite
-def _cases(draw: st.DrawFn, forbidden: frozenset[frozenset[Choice]]) -> Case:
-    case = case_of(draw(_rows(forbidden)), draw(st.integers(0, 2**32 - 1)))
+def _cases(draw: st.DrawFn, num_devices: int) -> Case:
+    case = case_of(draw(_rows(num_devices)), draw(st.integers(0, 2**32 - 1)))
     # Levels are the borders of the space; now and then a window of any size, which no level names.
     size = draw(st.none() | st.integers(1, case.problem.seq_len + 1))
     return case if size is None else case.replace(sliding_window_size=size, window=None)
 
 
 @st.composite
-def _rows(draw: st.DrawFn, forbidden: frozenset[frozenset[Choice]]) -> Row:
+def _rows(draw: st.DrawFn, num_devices: int) -> Row:
     """One level a feature, each drawn from those that go with the levels before it, so that nothing is thrown away."""
+    forbidden = forbidden_pairs(num_devices)
     row: dict[str, str] = {}
-    for feature in FEATURES:
+    for feature in features_for(num_devices):
         levels = [
             level
             for level in feature.levels

@@ -81,6 +81,20 @@ FEATURES = (
 )
 
 
+def features_for(num_devices: int) -> tuple[Feature, ...]:
+    """FEATURES without the levels that need more than `num_devices` by themselves."""
+
+    def fits(feature: Feature, level: str) -> bool:
+        meaning = feature.levels[level]
+        needed = {"ranks": lambda: meaning, "mesh": lambda: meaning[0] * meaning[1]}.get(feature.name, lambda: 1)()
+        return needed <= num_devices
+
+    return tuple(
+        Feature(feature.name, {level: meaning for level, meaning in feature.levels.items() if fits(feature, level)})
+        for feature in FEATURES
+    )
+
+
 def forbidden_pairs(num_devices: int) -> frozenset[frozenset[Choice]]:
     """Pairs of (feature, level) that no case may hold together, on a mesh of at most `num_devices`.
 
