@@ -6,6 +6,7 @@ Tests: tests/conformance/test_answers.py.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -17,6 +18,7 @@ from conformance.empty_rows import empty_rows, without_empty_row_cotangents
 from conformance.inputs import STRUCTURED, inputs_of, redraw
 from conformance.problem import Case
 from conformance.target import TargetDescription
+from oracle.budget import Precision
 
 # Two targets on the same case share its answers: two draws and two calls each, and one case more while shrinking.
 _CACHED_ANSWERS = 16
@@ -36,12 +38,28 @@ class Answer:
 
 def answer_for(target: TargetDescription, case: Case, draw: int, call: str) -> Answer:
     """The answer that the target's `call` ("attention" or "attention_with_lse") is held to on this draw of the case."""
-    precision = oracle.budget.Precision(case.problem.dtype, **dict(target.precision))
+    precision = precision_of(target, case.problem.dtype)
     return _answer(redraw(case, draw), call == "attention_with_lse", target.empty_rows == "zero", precision)
 
 
+def precision_of(target: TargetDescription, dtype: str) -> Precision:
+    """The numerics that the target declares, as far as they mean anything for this dtype.
+
+    Raises:
+        ValueError: a field that Precision does not have, or a value below its floor.
+    """
+    known = {field.name for field in dataclasses.fields(Precision)} - {"dtype"}
+    for name in target.precision:
+        if name not in known:
+            raise ValueError(f"precision has no field {name!r}; its fields are {', '.join(sorted(known))}")
+    declared = dict(target.precision)
+    if dtype != "float32":
+        declared.pop("matmul_passes", None)
+    return Precision(dtype) if dtype == "float64" else Precision(dtype, **declared)
+
+
 @lru_cache(maxsize=_CACHED_ANSWERS)
-def _answer(case: Case, with_lse: bool, defines_empty_rows: bool, precision: oracle.budget.Precision) -> Answer:
+def _answer(case: Case, with_lse: bool, defines_empty_rows: bool, precision: Precision) -> Answer:
     problem = case.problem
     inputs = inputs_of(case)
     if not defines_empty_rows:

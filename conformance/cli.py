@@ -18,7 +18,7 @@ from typing import Any
 
 from rich.console import Console
 
-from conformance.case_list import PROFILES, CaseList, case_list
+from conformance.case_list import STRENGTH, case_list, list_hash
 from conformance.case_text import format_case, parse_case
 from conformance.checks import CHECKS
 from conformance.devices import Devices, parse_devices
@@ -82,7 +82,9 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
     run_parser.add_argument(
         "targets", nargs="*", metavar="TARGET", help="module:attribute or file.py:attribute (default: the bundled ones)"
     )
-    run_parser.add_argument("--profile", choices=PROFILES, default="quick", help="which case list (default quick)")
+    run_parser.add_argument(
+        "--profile", choices=tuple(STRENGTH), default="quick", help="which case list (default quick)"
+    )
     run_parser.add_argument("--examples", type=int, metavar="N", help="cases in all (default: the profile's)")
     run_parser.add_argument(
         "--seconds", type=float, metavar="T", help="stop after T seconds; finishes the covering list"
@@ -103,11 +105,17 @@ def _run(options: argparse.Namespace) -> int:
     devices = _devices(options.mesh)
     if options.examples is not None and options.examples < 1:
         raise _CannotStart(f"--examples must be >= 1, got {options.examples}")
-    listed = case_list(options.profile, options.seed, options.examples, devices.count)
-    targets = tuple(options.targets) or DEFAULT_TARGETS
-    plan = Plan(targets, listed.covering, listed.further, devices, _checks(options.checks), options.seconds)
-    about = _about(options) | {"profile": options.profile, "seed": options.seed}
-    return _carry_out(plan, options, listed, about)
+    never_cut = case_list(options.profile, options.seed, 0, devices.count)
+    cases = case_list(options.profile, options.seed, options.examples, devices.count)
+    plan = Plan(
+        targets=tuple(options.targets) or DEFAULT_TARGETS,
+        covering=never_cut,
+        further=cases[len(never_cut) :],
+        devices=devices,
+        check_names=_checks(options.checks),
+        seconds=options.seconds,
+    )
+    return _carry_out(plan, options, {"profile": options.profile, "seed": options.seed})
 
 
 def _replay(options: argparse.Namespace) -> int:
@@ -117,18 +125,17 @@ def _replay(options: argparse.Namespace) -> int:
         raise _CannotStart(str(error)) from error
     devices = _devices(options.mesh)
     plan = Plan((options.target,), (case,), (), devices, _checks(options.checks), shrink_findings=False)
-    return _carry_out(plan, options, CaseList((case,), ()), _about(options) | {"case": format_case(case)})
+    return _carry_out(plan, options, {"case": format_case(case)})
 
 
-def _carry_out(plan: Plan, options: argparse.Namespace, listed: CaseList, about: dict[str, Any]) -> int:
+def _carry_out(plan: Plan, options: argparse.Namespace, asked: dict[str, Any]) -> int:
     if options.report is not None:
         try:
             prepare_directory(options.report)
         except OSError as error:
             raise _CannotStart(f"--report {options.report} cannot be written to: {error}") from error
-    about |= {"list_hash": listed.hash, "cases": len(plan.cases), "covering_cases": len(plan.covering)}
-    header = _header(about)
-    print(header, flush=True)
+    about = _about(options, plan) | asked
+    print(_header(about), flush=True)
     state = run(plan, lambda line: print(line, flush=True))
     print_run(state, Console(highlight=False))
     return _reported(state, options.report, about)
@@ -144,10 +151,16 @@ def _reported(state: Run, directory: Path | None, about: dict[str, Any]) -> int:
     return exit_status(state)
 
 
-def _about(options: argparse.Namespace) -> dict[str, Any]:
-    """Versions and options: what a verdict must say of itself."""
+def _about(options: argparse.Namespace, plan: Plan) -> dict[str, Any]:
+    """Versions, devices and the list of cases: what a verdict must say of itself."""
     versions = {name: _version(name) for name in ("halocheck", "jax", "jaxlib", "numpy", "ml_dtypes")}
-    return {"versions": {"python": platform.python_version(), **versions}, "mesh": options.mesh}
+    return {
+        "versions": {"python": platform.python_version(), **versions},
+        "mesh": options.mesh,
+        "list_hash": list_hash(plan.cases),
+        "cases": len(plan.cases),
+        "covering_cases": len(plan.covering),
+    }
 
 
 def _header(about: dict[str, Any]) -> str:

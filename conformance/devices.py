@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.metadata import version
 
 MAX_SIMULATED_DEVICES = 64
 # XLA aborts the whole process when a collective waits this long, a slow but correct rank included. Whether a
@@ -38,7 +39,7 @@ def parse_devices(text: str) -> Devices:
 def worker_environment(devices: Devices, enable_x64: bool, base: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The environment of a worker process: the caller's, with JAX pinned to the devices.
 
-    XLA_FLAGS of the caller are kept, ours are appended: the last of two equal flags wins.
+    XLA_FLAGS of the caller are kept; of two equal flags the last wins.
     """
     flags = (
         f"--xla_force_host_platform_device_count={devices.count}",
@@ -50,6 +51,17 @@ def worker_environment(devices: Devices, enable_x64: bool, base: Mapping[str, st
         **base,
         "JAX_PLATFORMS": devices.platform,
         "JAX_ENABLE_X64": "true" if enable_x64 else "false",
-        "XLA_FLAGS": " ".join((base.get("XLA_FLAGS", ""), *flags)).strip(),
+        "XLA_FLAGS": " ".join((*_cheap_compilation(version("jaxlib")), base.get("XLA_FLAGS", ""), *flags)),
         "TF_CPP_MIN_LOG_LEVEL": base.get("TF_CPP_MIN_LOG_LEVEL", "2"),
     }
+
+
+def _cheap_compilation(jaxlib_version: str) -> tuple[str, ...]:
+    """A case is compiled once and run twice: XLA's and LLVM's optimisations cost three times what they save.
+
+    An unknown flag aborts the process, and jaxlib 0.12 no longer has the second one.
+    """
+    flags = ("--xla_backend_optimization_level=0",)
+    if tuple(map(int, jaxlib_version.split(".")[:2])) < (0, 11):
+        flags += ("--xla_cpu_use_fusion_emitters=false",)
+    return flags

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import psutil
 
+from conformance.answers import precision_of
 from conformance.channel import Channel, ChannelClosed
 from conformance.devices import Devices, worker_environment
 from conformance.target import TargetDescription, TargetError
@@ -115,7 +116,14 @@ class Worker:
         if "load_error" in answer:
             self.close()
             raise TargetError(answer["load_error"])
-        return TargetDescription(**answer["description"])
+        description = TargetDescription(**answer["description"])
+        try:
+            for dtype in ("float32", "bfloat16"):
+                precision_of(description, dtype)
+        except (TypeError, ValueError) as error:
+            self.close()
+            raise TargetError(f"{spec}: {error}") from error
+        return description
 
     def _wait_for_message(self) -> str | None:
         """None once a message or the end of the channel is there to read; else how the worker hangs."""

@@ -5,6 +5,7 @@ May touch: sessions, the clock; never JAX. Tests: tests/conformance/test_runner.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -90,13 +91,6 @@ def run(plan: Plan, progress: Progress) -> Run:
     return state
 
 
-def compute_answers(target: TargetDescription, case: Case) -> None:
-    """Fills the answers' cache while the worker computes: the oracle runs on the core that the worker leaves idle."""
-    for draw in range(NUM_DRAWS):
-        for call in ("attention", "attention_with_lse")[: 1 + target.has_lse]:
-            answer_for(target, case, draw, call)
-
-
 def _run_cases(state: Run, sessions: Sequence[Session], progress: Progress, started_at: float) -> None:
     plan = state.plan
     told_at = time.monotonic()
@@ -104,10 +98,9 @@ def _run_cases(state: Run, sessions: Sequence[Session], progress: Progress, star
         if number > len(plan.covering) and plan.seconds is not None and time.monotonic() - started_at > plan.seconds:
             progress(f"{number - 1} of {len(plan.cases)} cases done; the time of --seconds is up")
             return
-        for target, session in zip(state.targets, sessions, strict=True):
-            if target.stopped:
-                continue
-            target.results.append(session.run(case, compute_answers))
+        active = [pair for pair in zip(state.targets, sessions, strict=True) if not pair[0].stopped]
+        _run_one_case(case, active)
+        for target, session in active:
             _tell_first_sight(target, progress)
             if session.workers_lost >= MAX_WORKERS_LOST:
                 target.stopped = f"its process was lost {session.workers_lost} times"
@@ -115,6 +108,28 @@ def _run_cases(state: Run, sessions: Sequence[Session], progress: Progress, star
         if time.monotonic() - told_at > 10 or number == len(plan.cases):
             told_at = time.monotonic()
             progress(f"case {number} of {len(plan.cases)}: {_counts(state)}")
+
+
+def _run_one_case(case: Case, active: Sequence[tuple[TargetRun, Session]]) -> None:
+    """The case on every target, as many at a time as there are cores."""
+    at_once = os.cpu_count() or 1
+    for first in range(0, len(active), at_once):
+        group = active[first : first + at_once]
+        for _, session in group:
+            session.start(case)
+        for target, _ in group:
+            _compute_answers(target.description, case)
+        for _, session in group:
+            session.wait()
+        for target, session in group:
+            target.results.append(session.judge())
+
+
+def _compute_answers(target: TargetDescription, case: Case) -> None:
+    """Fills the answers' cache while the workers compute. A case that is then declined has cost this much in vain."""
+    for draw in range(NUM_DRAWS):
+        for call in ("attention", "attention_with_lse")[: 1 + target.has_lse]:
+            answer_for(target, case, draw, call)
 
 
 def _tell_first_sight(target: TargetRun, progress: Progress) -> None:
@@ -152,7 +167,7 @@ def _shrink_findings(state: Run, sessions: Sequence[Session], progress: Progress
         def findings_of(case: Case, session: Session = session, seen: dict = seen) -> tuple[Finding, ...]:
             text = format_case(case)
             if text not in seen:
-                result = session.run(case, compute_answers)
+                result = session.run(case)
                 seen[text] = result.findings if result.status == FINDING else ()
             return seen[text]
 

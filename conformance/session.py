@@ -1,12 +1,13 @@
 """One target under test: its worker, replaced when lost, and the judgement of one case at a time.
 
-A lost worker (crash or hang) is a finding only if it happens again, alone, in a fresh process.
+A lost worker (crash or hang) is a finding only if it happens again, alone, in a fresh process; once a target has been
+seen to be lost twice in the same way, the same way again needs no second look.
 May touch: worker processes, checks; never JAX. Tests: tests/conformance/test_session.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -53,18 +54,42 @@ class Session:
         self._workers: dict[bool, Worker] = {False: Worker(spec, devices)}
         self.description: TargetDescription = self._workers[False].description
         self.workers_lost = 0
+        self._confirmed: set[tuple[str, str]] = set()
+        self._case = Case()
+        self._reply: Reply | WorkerLost | None = None
 
-    def run(self, case: Case, meanwhile: Callable[[TargetDescription, Case], None] | None = None) -> CaseResult:
-        """Runs and judges one case; `meanwhile` is called while the worker computes."""
-        if case.problem.num_devices > self._devices.count:
+    def run(self, case: Case) -> CaseResult:
+        """Runs and judges one case."""
+        self.start(case)
+        self.wait()
+        return self.judge()
+
+    def start(self, case: Case) -> None:
+        """Has the worker begin with a case; `wait` and `judge` follow, and other sessions may start meanwhile."""
+        self._case, self._reply = case, None
+        if case.problem.num_devices <= self._devices.count:
+            self._send(case)
+
+    def wait(self) -> None:
+        """Waits until the worker has answered or is lost."""
+        if self._case.problem.num_devices <= self._devices.count:
+            self._reply = self._wait(self._case)
+
+    def judge(self) -> CaseResult:
+        """The result of the case. A lost worker's case is run once more here, so no other session may be running."""
+        case, reply = self._case, self._reply
+        if reply is None:
             reason = f"needs {case.problem.num_devices} devices, the mesh has {self._devices.count}"
             return CaseResult(case, DECLINED, reason=reason)
-        reply = self._attempt(case, meanwhile)
         if not isinstance(reply, WorkerLost):
             return self._judged(case, reply)
         self.workers_lost += 1
-        again = self._attempt(case, None)
+        again = reply
+        if (reply.how, reply.phase) not in self._confirmed:
+            self._send(case)
+            again = self._wait(case)
         if isinstance(again, WorkerLost):
+            self._confirmed.add((again.how, again.phase))
             finding = lost(self.description.name, format_case(case), again)
             return CaseResult(case, FINDING, (finding,), {("contract", CALL): 0.0})
         judged = self._judged(case, again)
@@ -79,17 +104,16 @@ class Session:
             worker.close()
         self._workers.clear()
 
-    def _attempt(self, case: Case, meanwhile: Callable[[TargetDescription, Case], None] | None) -> Reply | WorkerLost:
-        enable_x64 = case.problem.dtype == "float64"  # a process of its own: the flag changes what every program means
-        worker = self._workers.get(enable_x64)
-        if worker is None:
-            worker = self._workers[enable_x64] = Worker(self._spec, self._devices, enable_x64=enable_x64)
-        worker.send(format_case(case))
-        if meanwhile is not None:
-            meanwhile(self.description, case)
-        reply = worker.wait()
+    def _send(self, case: Case) -> None:
+        enable_x64 = _needs_x64(case)
+        if enable_x64 not in self._workers:
+            self._workers[enable_x64] = Worker(self._spec, self._devices, enable_x64=enable_x64)
+        self._workers[enable_x64].send(format_case(case))
+
+    def _wait(self, case: Case) -> Reply | WorkerLost:
+        reply = self._workers[_needs_x64(case)].wait()
         if isinstance(reply, WorkerLost):
-            del self._workers[enable_x64]
+            del self._workers[_needs_x64(case)]
         return reply
 
     def _judged(self, case: Case, reply: Reply) -> CaseResult:
@@ -105,6 +129,11 @@ class Session:
             shares |= {(name, tensor): share for tensor, share in outcome.shares.items()}
             findings.extend(outcome.findings)
         return CaseResult(case, FINDING if findings else CONFORMS, tuple(findings), shares)
+
+
+def _needs_x64(case: Case) -> bool:
+    """float64 cases have a process of their own: the flag changes what every program means."""
+    return case.problem.dtype == "float64"
 
 
 def expected_names(evidence: Evidence) -> set[str]:
