@@ -7,6 +7,7 @@ Tests: tests/conformance/test_space.py.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -81,6 +82,7 @@ FEATURES = (
 )
 
 
+@functools.cache
 def features_for(num_devices: int) -> tuple[Feature, ...]:
     """FEATURES without the levels that need more than `num_devices` by themselves."""
 
@@ -95,6 +97,7 @@ def features_for(num_devices: int) -> tuple[Feature, ...]:
     )
 
 
+@functools.cache
 def forbidden_pairs(num_devices: int) -> frozenset[frozenset[Choice]]:
     """Pairs of (feature, level) that no case may hold together, on a mesh of at most `num_devices`.
 

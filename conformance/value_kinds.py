@@ -67,7 +67,7 @@ def draw_sinks(case: Case) -> Float64[np.ndarray, " num_query_heads"]:
     heads = np.arange(case.problem.num_query_heads)
     draws = standard_values(2, (heads, 0, 0), (case.seed, STREAMS["sinks"]))
     # Quartiles of a standard normal variable.
-    offsets = np.select([draws[:, 1] > 0.6745, draws[:, 1] < -0.6745], [4.0, -2.0], default=0.0)
+    offsets = np.select([draws[:, 1] > 0.6745, draws[:, 1] < -0.6745], [4.0, -4.0], default=0.0)
     return np.clip(typical_largest_logit(case) + offsets + draws[:, 0] / 2, -LARGEST_SINK, LARGEST_SINK)
 
 
