@@ -13,7 +13,7 @@ from jaxtyping import Float64
 from oracle import tiles
 from oracle.arguments import AttentionOptions, Cotangents, validated, validated_cotangents
 from oracle.dense import forward_block, vjp_block
-from oracle.error_terms import Roundings, SolvedBlock, block_terms
+from oracle.error_terms import Roundings, SolvedBlock, Terms, allowance, block_terms
 from oracle.precision import Precision
 
 __all__ = ["Allowances", "Answer", "Precision", "allowances", "answer_with_allowances", "share"]
@@ -114,8 +114,8 @@ def answer_with_allowances(
         tiles.add(worst, tile, [term.worst for term in terms])
         tiles.add(powers, tile, [term.powers for term in terms])
     allowed = [
-        roundings.stored(name) * _size(expected) + roundings.bound(terms) + errors
-        for name, expected, errors, terms in zip(answer._fields, answer, worst, powers, strict=True)
+        allowance(name, expected, Terms(*terms), roundings)
+        for name, expected, *terms in zip(answer._fields, answer, worst, powers, strict=True)
     ]
     has_sinks = arguments.sinks is not None
     return Answer(*_in_position_order(answer, has_sinks)), Allowances(*_in_position_order(allowed, has_sinks))
@@ -132,11 +132,6 @@ def _answers(solved: SolvedBlock) -> list[np.ndarray]:
     forward, gradients = solved.forward, solved.gradients
     dkey, dvalue = gradients.dkey.sum(axis=0), gradients.dvalue.sum(axis=0)
     return [forward.out, forward.lse, gradients.dquery, dkey, dvalue, gradients.dsinks]
-
-
-def _size(expected: np.ndarray) -> np.ndarray:
-    """Absolute value; 0 for lse of an empty row, which is -inf exactly."""
-    return np.where(np.isneginf(expected), 0.0, np.abs(expected))
 
 
 def _in_position_order(tensors: Iterable[np.ndarray], has_sinks: bool) -> list[Any]:

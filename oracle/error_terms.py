@@ -112,6 +112,14 @@ def block_terms(solved: SolvedBlock, roundings: Roundings) -> BlockTerms:
     )
 
 
+def allowance(
+    tensor: str, expected: Float64[np.ndarray, "*shape"], terms: Terms, roundings: Roundings
+) -> Float64[np.ndarray, "*shape"]:
+    """How far an element of a tensor (named as in `BlockTerms`) may miss its expected value, all its terms added up."""
+    size = np.where(np.isneginf(expected), 0.0, np.abs(expected))  # lse of an empty row is -inf, exactly
+    return roundings.stored(tensor) * size + roundings.bound(terms.powers) + terms.worst
+
+
 class _SoftmaxErrors(NamedTuple):
     products: Float64[np.ndarray, "group query key"]  # absolute, of scale * query.key
     weights: Float64[np.ndarray, "group query key"]  # relative, of exp(logit - maximum)

@@ -6,14 +6,15 @@ use these numbers are in error_terms.py and docs/error-budgets.md. Tested in tes
 
 import dataclasses
 
-# Unit roundoff (half the distance from 1 to the next number) and smallest normal number: IEEE 754, and for bfloat16
-# its 8 significand bits with float32's exponent.
-UNIT_ROUNDOFF = {"bfloat16": 2.0**-8 / 2, "float32": 2.0**-23 / 2, "float64": 2.0**-52 / 2}
+# Unit roundoff, half the distance from 1 to the next number, of significands of 8, 24 and 53 bits; and the smallest
+# normal number (bfloat16 has float32's exponent).
+UNIT_ROUNDOFF = {"bfloat16": 2.0**-8, "float32": 2.0**-24, "float64": 2.0**-53}
 SMALLEST_NORMAL = {"float32": 2.0**-126, "float64": 2.0**-1022}
 
-# float32 operands on a matrix unit that multiplies bfloat16: one pass rounds them to 8 bits; three passes keep two
-# pieces of 8 bits each and drop the product of the low ones; six keep three pieces, which is float32.
-PASS_ROUNDOFF = {1: 2.0**-9, 3: 2.0**-17, 6: 0.0}
+# float32 operands on a matrix unit that multiplies bfloat16, error of an operand. One pass rounds it to 8 bits. Three
+# passes keep two pieces of 8 bits (2^-16), and drop the product of the low ones (2^-16 again, shared by two operands).
+# Six passes keep three pieces, which is float32.
+PASS_ROUNDOFF = {1: 2.0**-8, 3: 1.5 * 2.0**-16, 6: 0.0}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,15 +41,17 @@ class Precision:
         if self.dtype not in UNIT_ROUNDOFF:
             raise ValueError(f"dtype must be one of {', '.join(UNIT_ROUNDOFF)}, got {self.dtype!r}")
         if self.matmul_passes not in PASS_ROUNDOFF:
-            raise ValueError(
-                f"matmul_passes must be one of {', '.join(map(str, PASS_ROUNDOFF))}, got {self.matmul_passes!r}"
-            )
+            allowed = ", ".join(map(str, PASS_ROUNDOFF))
+            raise ValueError(f"matmul_passes must be one of {allowed}, got {self.matmul_passes!r}")
         if self.matmul_passes != 6 and self.dtype != "float32":
             raise ValueError(
                 f"matmul_passes must be 6 unless dtype is float32, got {self.matmul_passes} for {self.dtype}"
             )
         for name in ("rounded_probabilities", "prescaled_query", "rounded_logits"):
-            if self.dtype == "float64" and getattr(self, name):
+            declared = getattr(self, name)
+            if not isinstance(declared, bool) and not (declared is None and name == "rounded_probabilities"):
+                raise ValueError(f"{name} must be True or False, got {declared!r}")
+            if self.dtype == "float64" and declared:
                 raise ValueError(f"{name} must not be declared for float64 (the exact tier rounds nothing), got True")
 
     def __str__(self) -> str:
