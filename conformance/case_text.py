@@ -61,15 +61,17 @@ def case_from_json(content: Mapping[str, Any]) -> Case:
     for key in content:
         _reader(key)
     values = dict(content)
-    for key in ("window", "mesh_axes"):
+    for key, tuples in (("window", tuple), ("mesh_axes", tuple), ("documents", _json_documents)):
         if values.get(key) is not None:
-            values[key] = tuple(values[key])
-    if values.get("documents") is not None:
-        values["documents"] = tuple(
-            tuple(Document(item) if isinstance(item, int) else Document(*item) for item in row)
-            for row in values["documents"]
-        )
+            try:
+                values[key] = tuples(values[key])
+            except TypeError:
+                raise CaseTextError(f"{key} cannot be read from {values[key]!r}") from None
     return _build(values)
+
+
+def _json_documents(rows: Any) -> tuple[tuple[Document, ...], ...]:
+    return tuple(tuple(Document(*item) if isinstance(item, list) else Document(item) for item in row) for row in rows)
 
 
 def _fields(case: Case) -> dict[str, Any]:

@@ -7,6 +7,7 @@ Tests: tests/conformance/test_problem.py.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -88,6 +89,12 @@ class Problem:
     def __post_init__(self) -> None:
         if self.value_dim is None:
             object.__setattr__(self, "value_dim", self.head_dim)
+        # An integral scale or cap is stored as the float that its text is read as: equal problems have equal texts.
+        for field in ("attn_logits_soft_cap", "scale"):
+            if _is_int(getattr(self, field)):
+                object.__setattr__(self, field, float(getattr(self, field)))
+        size = self.sliding_window_size
+        _require(size is None or (_is_int(size) and size >= 1), "sliding_window_size", size, "must be none or >= 1")
         if self.window is None:
             object.__setattr__(self, "window", window_of(self.sliding_window_size))
         _validate(self)
@@ -150,7 +157,7 @@ class Case:
     `documents` None: every row is one document. Lengths of a row sum to seq_len.
     """
 
-    problem: Problem = dataclasses.field(default_factory=Problem)
+    problem: Problem = dataclasses.field(default_factory=lambda: Problem())
     documents: tuple[tuple[Document, ...], ...] | None = None
     values: str = "plain"
     seed: int = 0
@@ -187,6 +194,10 @@ def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def _is_segment_id(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and -(2**31) <= value < 2**31
+
+
 def _require(holds: bool, field: str, value: object, rule: str) -> None:
     if not holds:
         raise InvalidCase(f"{field} {rule}, got {value!r}")
@@ -208,8 +219,6 @@ def _validate(problem: Problem) -> None:
     ):
         value = getattr(problem, field)
         _require(_is_int(value) and value >= 1, field, value, "must be an integer >= 1")
-    size = problem.sliding_window_size
-    _require(size is None or (_is_int(size) and size >= 1), "sliding_window_size", size, "must be none or an int >= 1")
     _validate_window(problem)
     for field, choices in (
         ("layout", LAYOUTS),
@@ -224,7 +233,7 @@ def _validate(problem: Problem) -> None:
         _require(isinstance(getattr(problem, field), bool), field, getattr(problem, field), "must be true or false")
     for field in ("attn_logits_soft_cap", "scale"):
         value = getattr(problem, field)
-        number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+        number = isinstance(value, float) and math.isfinite(value) and value > 0
         _require(value is None or number, field, value, "must be none or a finite number > 0")
     _validate_divisibility(problem)
 
@@ -241,8 +250,8 @@ def _validate_window(problem: Problem) -> None:
 
 
 def _validate_divisibility(problem: Problem) -> None:
-    axes = tuple(sorted(problem.mesh_axes))
-    _require(axes == ("context", "data", "tensor"), "mesh_axes", problem.mesh_axes, "must order data, context, tensor")
+    orders = tuple(itertools.permutations(("data", "context", "tensor")))
+    _require(problem.mesh_axes in orders, "mesh_axes", problem.mesh_axes, "must order data, context, tensor")
     for field, divisor, name in (
         ("seq_len", problem.num_chunks, f"the {problem.num_chunks} chunks of {problem.layout}"),
         ("batch", problem.data_parallelism, f"data_parallelism={problem.data_parallelism}"),
@@ -252,7 +261,7 @@ def _validate_divisibility(problem: Problem) -> None:
         value = getattr(problem, field)
         _require(value % divisor == 0, field, value, f"must be divisible by {name}")
     padding = problem.padding
-    _require(padding is None or _is_int(padding), "padding", padding, "must be none or an integer segment id")
+    _require(padding is None or _is_segment_id(padding), "padding", padding, "must be none or fit an int32")
     _require(padding is None or problem.segments, "padding", padding, "needs segments=true")
     same = problem.value_dim == problem.head_dim
     _require(same or not problem.shared_kv, "shared_kv", problem.shared_kv, "needs value_dim equal to head_dim")
@@ -279,5 +288,5 @@ def _validate_documents(case: Case) -> None:
         )
         for document in row:
             segment_id = document.segment_id
-            in_range = segment_id is None or (_is_int(segment_id) and -(2**31) <= segment_id < 2**31)
-            _require(in_range, "documents", segment_id, "a segment id must fit an int32")
+            valid = segment_id is None or _is_segment_id(segment_id)
+            _require(valid, "documents", segment_id, "a segment id must fit an int32")
