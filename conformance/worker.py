@@ -7,8 +7,11 @@ May touch: JAX, the target, the socket it was given. Tests: tests/conformance/te
 from __future__ import annotations
 
 import dataclasses
+import os
 import socket
 import sys
+import threading
+import time
 from typing import Any
 
 from conformance.channel import Channel, ChannelClosed
@@ -20,11 +23,19 @@ _CASES_BETWEEN_CLEARING = 25
 
 def main() -> None:
     """Serves requests until the parent closes the channel."""
+    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
     channel = Channel(socket.socket(fileno=int(sys.argv[1])))
     try:
         _serve(channel)
     except ChannelClosed:
         return
+
+
+def _end_with_parent(parent: int) -> None:
+    """A parent that was killed cannot end a worker whose target hangs."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
 
 
 def _serve(channel: Channel) -> None:
