@@ -36,6 +36,14 @@ def test_arrays_of_counters_give_the_words_of_each_counter():
             assert [int(word[i, j]) for word in words] == [int(word) for word in alone], f"counter ({i}, {j}, 7, 9)"
 
 
+def test_long_arrays_give_the_words_of_each_counter():
+    positions = np.arange(20_000)
+    words = philox_words((1, positions, 2, 3), (4, 5))
+    for position in (0, 8191, 8192, 16_384, 19_999):
+        alone = philox_words((1, position, 2, 3), (4, 5))
+        assert [int(word[position]) for word in words] == [int(word) for word in alone], f"position {position}"
+
+
 def test_standard_values_are_the_centred_sum_of_four_16_bit_fields():
     words = [int(word) for word in philox_words((0, 5, 6, 7), (1, 2))]
     fields = [half for word in words for half in (word >> 16, word & 0xFFFF)]
