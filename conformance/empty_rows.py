@@ -15,7 +15,7 @@ from conformance.problem import Problem
 
 
 def empty_rows(inputs: Inputs, problem: Problem) -> Bool[np.ndarray, "batch seq"] | None:
-    """Where a query sees no key; None if nowhere by construction. Every window includes the query itself, so only padding."""
+    """Where a query sees no key: at padding alone, as every window includes the query itself. None: nowhere."""
     if problem.padding is None or inputs.segment_ids is None:
         return None
     return inputs.segment_ids == problem.padding

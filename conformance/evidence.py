@@ -13,10 +13,9 @@ import numpy as np
 
 from conformance.answers import Answer, answer_for
 from conformance.case_text import format_case
+from conformance.inputs import NUM_DRAWS
 from conformance.problem import Case
 from conformance.target import TargetDescription
-
-NUM_DRAWS = 2
 
 
 @dataclass(frozen=True)

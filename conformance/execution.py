@@ -16,12 +16,10 @@ import jax
 import numpy as np
 
 from conformance.empty_rows import without_empty_row_cotangents
-from conformance.inputs import Inputs, inputs_of, redraw
+from conformance.inputs import NUM_DRAWS, Inputs, inputs_of, redraw
 from conformance.mesh import mesh_of, shardings_of
 from conformance.problem import Case, Problem
 from conformance.target import Declined, Target
-
-NUM_DRAWS = 2
 
 Named = dict[str, Any]
 Report = Callable[[str], None]

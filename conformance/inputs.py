@@ -20,7 +20,10 @@ from conformance.problem import Case
 from conformance.segments import redrawn_documents, segment_id_rows
 from conformance.value_kinds import STREAMS, STRUCTURED, draw_rows, draw_sinks
 
-__all__ = ["ROW_TENSORS", "STRUCTURED", "Inputs", "inputs_of", "redraw", "rows_of"]
+__all__ = ["NUM_DRAWS", "ROW_TENSORS", "STRUCTURED", "Inputs", "inputs_of", "redraw", "rows_of"]
+
+NUM_DRAWS = 2
+"""Data draws that each compiled program runs on, without being traced anew; `redraw` gives the data of each."""
 
 ROW_TENSORS = ("query", "key", "value", "dout", "dlse", "segment_ids")
 

@@ -15,8 +15,8 @@ from threadpoolctl import threadpool_limits
 from conformance.answers import answer_for
 from conformance.case_text import format_case
 from conformance.devices import Devices
-from conformance.evidence import NUM_DRAWS
 from conformance.finding import Finding
+from conformance.inputs import NUM_DRAWS
 from conformance.problem import Case
 from conformance.session import FINDING, CaseResult, Session
 from conformance.shrink import case_size, shrink

@@ -17,8 +17,9 @@ from conformance.checks import CHECKS
 from conformance.checks.contract import TENSOR as CALL
 from conformance.checks.contract import lost
 from conformance.devices import Devices
-from conformance.evidence import NUM_DRAWS, Evidence
+from conformance.evidence import Evidence
 from conformance.finding import Finding
+from conformance.inputs import NUM_DRAWS
 from conformance.problem import Case
 from conformance.process import Reply, Worker, WorkerLost
 from conformance.target import TargetDescription

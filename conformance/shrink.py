@@ -110,7 +110,7 @@ def _smaller_geometry(case: Case) -> Iterator[Case]:
 
 
 def _alike(size: int | None, old_chunk: int, new_chunk: int) -> Iterator[int | None]:
-    """Window sizes that reach into the same chunk: at the same distance from its border, in proportion, or unchanged."""
+    """Window sizes that reach into the same chunk: as far from its border, in proportion, or unchanged."""
     if size is None:
         yield None
         return

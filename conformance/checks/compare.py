@@ -12,8 +12,9 @@ import numpy as np
 
 from conformance.answers import Answer
 from conformance.checks.outcome import Outcome
-from conformance.evidence import NUM_DRAWS, Evidence
+from conformance.evidence import Evidence
 from conformance.finding import Finding
+from conformance.inputs import NUM_DRAWS
 
 
 @dataclass(frozen=True)
@@ -131,12 +132,13 @@ def _only_where(failing: list[_Source], sources: list[_Source]) -> str:
 
 def _sentence(evidence: Evidence, found: Comparison) -> str:
     """The worst element in plain words, and what stands near it."""
-    names = ("batch row", "position", "head", "feature")[: len(found.index)] if len(found.index) > 1 else ("head",)
+    has_rows = len(found.index) > 1
+    names = ("batch row", "position", "head", "feature")[: len(found.index)] if has_rows else ("head",)
     place = ", ".join(f"{name} {i}" for name, i in zip(names, found.index, strict=True))
     words = (
         f"at {place} it is {found.got:.6g}, expected {found.expected:.6g}, {found.share:.3g} times what rounding allows"
     )
-    if len(found.index) == 1:
+    if not has_rows:
         return words
     problem, position = evidence.case.problem, found.index[1]
     words += f"; rank {problem.rank_of(position)} of {problem.context_parallelism * problem.ulysses_parallelism}"
