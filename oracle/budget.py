@@ -4,17 +4,17 @@
 docs/error-budgets.md their derivation. NumPy only. Tested in tests/oracle/test_budget_*.py.
 """
 
-from collections.abc import Iterable
 from typing import Any, NamedTuple, Unpack
 
 import numpy as np
 from jaxtyping import Float64
 
 from oracle import tiles
-from oracle.arguments import AttentionOptions, Cotangents, validated, validated_cotangents
+from oracle.arguments import Arguments, AttentionOptions, Cotangents, validated, validated_cotangents
 from oracle.dense import forward_block, vjp_block
-from oracle.error_terms import Roundings, SolvedBlock, Terms, allowance, block_terms
+from oracle.error_terms import Numerics, SolvedBlock, Terms, allowance, block_terms, summed_over_group
 from oracle.precision import Precision
+from oracle.rounding import Roundings
 
 __all__ = ["Allowances", "Answer", "Precision", "allowances", "answer_with_allowances", "share"]
 
@@ -105,20 +105,33 @@ def answer_with_allowances(
     """
     arguments = validated(query, key, value, **options)
     cotangents = validated_cotangents(arguments, dout, dlse)
-    roundings = Roundings(precision, structured_values)
-    answer, worst, powers = tiles.zeros(arguments), tiles.zeros(arguments), tiles.zeros(arguments)
+    numerics = Numerics(precision, structured_values, _visible_keys(arguments), rows=arguments.is_token.size)
+    answer, worst, squares, sizes = (tiles.zeros(arguments) for _ in range(4))
     for tile in tiles.tiles_of(arguments):
         solved = _solved(tile, cotangents)
-        terms = block_terms(solved, roundings)
+        terms = block_terms(solved, numerics)
         tiles.add(answer, tile, _answers(solved))
-        tiles.add(worst, tile, [term.worst for term in terms])
-        tiles.add(powers, tile, [term.powers for term in terms])
-    allowed = [
-        allowance(name, expected, Terms(*terms), roundings)
-        for name, expected, *terms in zip(answer._fields, answer, worst, powers, strict=True)
-    ]
+        tiles.add(worst, tile, tiles.PerTensor(*(term.worst for term in terms)))
+        tiles.add(squares, tile, tiles.PerTensor(*(term.roundings.squares for term in terms)))
+        tiles.add(sizes, tile, tiles.PerTensor(*(term.roundings.sizes for term in terms)))
+    answers, allowed = {}, {}
+    for tensor, expected, errors, *roundings in zip(answer._fields, answer, worst, squares, sizes, strict=True):
+        terms = Terms(errors, Roundings(*roundings))
+        if tensor in ("dkey", "dvalue"):
+            expected, errors, *roundings = (tiles.by_group(a, arguments) for a in (expected, errors, *roundings))
+            terms = summed_over_group(expected, Terms(errors, Roundings(*roundings)), numerics)
+            expected = expected.sum(axis=2)
+        answers[tensor] = expected
+        allowed[tensor] = allowance(tensor, expected, terms, numerics)
     has_sinks = arguments.sinks is not None
-    return Answer(*_in_position_order(answer, has_sinks)), Allowances(*_in_position_order(allowed, has_sinks))
+    return Answer(**_in_position_order(answers, has_sinks)), Allowances(**_in_position_order(allowed, has_sinks))
+
+
+def _visible_keys(arguments: Arguments) -> int:
+    """The most keys that a window shows."""
+    seq_len = arguments.query.shape[1]
+    left, right = (seq_len if bound is None else bound for bound in arguments.window)
+    return min(seq_len, left + right + 1)
 
 
 def _solved(tile: tiles.Tile, cotangents: Cotangents) -> SolvedBlock:
@@ -128,12 +141,14 @@ def _solved(tile: tiles.Tile, cotangents: Cotangents) -> SolvedBlock:
     return SolvedBlock(tile.block, dout, dlse, forward, vjp_block(tile.block, forward, dout, dlse))
 
 
-def _answers(solved: SolvedBlock) -> list[np.ndarray]:
+def _answers(solved: SolvedBlock) -> tiles.PerTensor:
     forward, gradients = solved.forward, solved.gradients
-    dkey, dvalue = gradients.dkey.sum(axis=0), gradients.dvalue.sum(axis=0)
-    return [forward.out, forward.lse, gradients.dquery, dkey, dvalue, gradients.dsinks]
+    return tiles.PerTensor(
+        forward.out, forward.lse, gradients.dquery, gradients.dkey, gradients.dvalue, gradients.dsinks
+    )
 
 
-def _in_position_order(tensors: Iterable[np.ndarray], has_sinks: bool) -> list[Any]:
-    *per_position, dsinks = tensors
-    return [*(tensor.swapaxes(1, 2) for tensor in per_position), dsinks if has_sinks else None]
+def _in_position_order(tensors: dict[str, np.ndarray], has_sinks: bool) -> dict[str, Any]:
+    dsinks = tensors.pop("dsinks")
+    by_position = {name: tensor.swapaxes(1, 2) for name, tensor in tensors.items()}
+    return {**by_position, "dsinks": dsinks if has_sinks else None}

@@ -4,7 +4,7 @@ The walk behind banded.py and budget.py: time and memory grow with seq * window.
 Tested in tests/oracle/test_tiles.py.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -30,13 +30,14 @@ class Tile(NamedTuple):
 
 
 class PerTensor(NamedTuple):
-    """One array for each tensor of an answer; head-major, so that a tile is a slice."""
+    """One array for each tensor of an answer: head-major, so that a tile is a slice, and with the gradients of key and
+    value still apart for each query head."""
 
     out: Float64[np.ndarray, "batch num_query_heads seq value_dim"]
     lse: Float64[np.ndarray, "batch num_query_heads seq"]
     dquery: Float64[np.ndarray, "batch num_query_heads seq head_dim"]
-    dkey: Float64[np.ndarray, "batch num_kv_heads seq head_dim"]
-    dvalue: Float64[np.ndarray, "batch num_kv_heads seq value_dim"]
+    dkey: Float64[np.ndarray, "batch num_query_heads seq head_dim"]
+    dvalue: Float64[np.ndarray, "batch num_query_heads seq value_dim"]
     dsinks: Float64[np.ndarray, " num_query_heads"]
 
 
@@ -62,23 +63,28 @@ def runs(seq_len: int, window: Window) -> Iterator[tuple[slice, slice]]:
 def zeros(arguments: Arguments) -> PerTensor:
     """Where tiles add up."""
     batch, seq_len, num_query_heads, head_dim = arguments.query.shape
-    num_kv_heads, value_dim = arguments.value.shape[2:]
+    rows, value_dim = (batch, num_query_heads, seq_len), arguments.value.shape[3]
     return PerTensor(
-        out=np.zeros((batch, num_query_heads, seq_len, value_dim)),
-        lse=np.zeros((batch, num_query_heads, seq_len)),
-        dquery=np.zeros((batch, num_query_heads, seq_len, head_dim)),
-        dkey=np.zeros((batch, num_kv_heads, seq_len, head_dim)),
-        dvalue=np.zeros((batch, num_kv_heads, seq_len, value_dim)),
+        out=np.zeros((*rows, value_dim)),
+        lse=np.zeros(rows),
+        dquery=np.zeros((*rows, head_dim)),
+        dkey=np.zeros((*rows, head_dim)),
+        dvalue=np.zeros((*rows, value_dim)),
         dsinks=np.zeros(num_query_heads),
     )
 
 
-def add(total: PerTensor, tile: Tile, parts: Sequence[np.ndarray]) -> None:
-    """Add a tile's arrays (in the order of `PerTensor`, as the blocks of dense.py shape them) where they belong."""
-    out, lse, dquery, dkey, dvalue, dsinks = parts
-    total.out[tile.row, tile.heads, tile.queries] += out
-    total.lse[tile.row, tile.heads, tile.queries] += lse
-    total.dquery[tile.row, tile.heads, tile.queries] += dquery
-    total.dkey[tile.row, tile.kv_head, tile.keys] += dkey
-    total.dvalue[tile.row, tile.kv_head, tile.keys] += dvalue
-    total.dsinks[tile.heads] += dsinks
+def add(total: PerTensor, tile: Tile, parts: PerTensor) -> None:
+    """Add a tile's arrays (`group` heads, its own queries or keys) where they belong."""
+    total.out[tile.row, tile.heads, tile.queries] += parts.out
+    total.lse[tile.row, tile.heads, tile.queries] += parts.lse
+    total.dquery[tile.row, tile.heads, tile.queries] += parts.dquery
+    total.dkey[tile.row, tile.heads, tile.keys] += parts.dkey
+    total.dvalue[tile.row, tile.heads, tile.keys] += parts.dvalue
+    total.dsinks[tile.heads] += parts.dsinks
+
+
+def by_group(by_head: Float64[np.ndarray, "batch num_query_heads seq dim"], arguments: Arguments) -> np.ndarray:
+    """`by_head` with the query heads of a kv head on an axis of their own: [batch, num_kv_heads, group, seq, dim]."""
+    batch, _, *rest = by_head.shape
+    return by_head.reshape(batch, -1, arguments.heads_per_group, *rest)

@@ -7,7 +7,7 @@ import pytest
 import oracle
 from oracle.budget import Precision, answer_with_allowances, share
 from oracle.dense import Block, forward_block, vjp_block
-from oracle.error_terms import Roundings, SolvedBlock, allowance, block_terms
+from oracle.error_terms import Numerics, SolvedBlock, allowance, block_terms
 
 
 @pytest.fixture
@@ -27,9 +27,9 @@ def test_one_key_too_many_in_4096_is_seen(dtype):
     right = Block(query, key, value, visible, np.array([-np.inf]), None, dims**-0.5)
     forward = forward_block(right)
     dlse = np.zeros((1, 1))
-    roundings = Roundings(Precision(dtype), structured_values=False)
+    numerics = Numerics(Precision(dtype), structured_values=False, visible_keys=4096, rows=1)
     solved = SolvedBlock(right, dout, dlse, forward, vjp_block(right, forward, dout, dlse))
-    allowed = allowance("out", forward.out, block_terms(solved, roundings).out, roundings)
+    allowed = allowance("out", forward.out, block_terms(solved, numerics).out, numerics)
     wrong = forward_block(right._replace(visible=np.ones_like(visible))).out
     assert share(wrong.astype(stored), forward.out, allowed).max() > 1, "the extra key shows in some feature of out"
 
