@@ -24,6 +24,9 @@ class Devices:
     count: int
 
 
+DEFAULT_DEVICES = Devices("cpu", 16)
+
+
 def parse_devices(text: str) -> Devices:
     """The devices of a `--mesh` option, `cpu:N`.
 
@@ -39,7 +42,7 @@ def parse_devices(text: str) -> Devices:
 def worker_environment(devices: Devices, enable_x64: bool, base: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The environment of a worker process: the caller's, with JAX pinned to the devices.
 
-    XLA_FLAGS of the caller are kept; of two equal flags the last wins.
+    XLA_FLAGS of the caller are kept; of two equal flags the last wins. JAX_NUM_CPU_DEVICES would beat the flag.
     """
     flags = (
         f"--xla_force_host_platform_device_count={devices.count}",
@@ -48,7 +51,7 @@ def worker_environment(devices: Devices, enable_x64: bool, base: Mapping[str, st
         f"--xla_cpu_collective_timeout_seconds={_XLA_COLLECTIVE_TIMEOUT_SECONDS}",
     )
     return {
-        **base,
+        **{name: value for name, value in base.items() if name != "JAX_NUM_CPU_DEVICES"},
         "JAX_PLATFORMS": devices.platform,
         "JAX_ENABLE_X64": "true" if enable_x64 else "false",
         "XLA_FLAGS": " ".join((*_cheap_compilation(version("jaxlib")), base.get("XLA_FLAGS", ""), *flags)),

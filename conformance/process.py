@@ -22,8 +22,9 @@ import numpy as np
 import psutil
 
 from conformance.answers import precision_of
-from conformance.channel import Channel, ChannelClosed
+from conformance.channel import Channel, ChannelClosed, ChannelGarbled
 from conformance.devices import Devices, worker_environment
+from conformance.problem import DTYPES
 from conformance.target import TargetDescription, TargetError
 
 # A worker that uses less than IDLE_CPU_SECONDS of CPU in IDLE_SECONDS waits for something that will not come.
@@ -31,6 +32,7 @@ IDLE_SECONDS = 15.0
 IDLE_CPU_SECONDS = 0.3
 # A case takes a second or two of CPU, its compilation included; this is for a loop that never ends.
 BUSY_CPU_SECONDS = 600.0
+HANGS = ("hangs without using CPU", "computes without end")
 _LOG_TAIL_BYTES = 4000
 
 
@@ -58,7 +60,8 @@ class Worker:
         ours, theirs = socket.socketpair()
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  # lives as long as the worker
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "conformance.worker", str(theirs.fileno())],
+            # -P: a file of the working directory must not stand in for one of ours before the target is loaded.
+            [sys.executable, "-P", "-m", "conformance.worker", str(theirs.fileno())],
             pass_fds=(theirs.fileno(),),
             stdin=subprocess.DEVNULL,
             stdout=self._log,
@@ -67,9 +70,14 @@ class Worker:
             start_new_session=True,  # Ctrl-C is the parent's; and the whole group can be ended
         )
         theirs.close()
-        self._channel = Channel(ours)
+        self._channel = Channel(ours, stalled_after=IDLE_SECONDS)
         self._phase = "loading the target"
-        self.description = self._load(spec)
+        self._closed = False
+        try:
+            self.description = self._load(spec, devices)
+        except BaseException:  # Ctrl-C included: nobody else holds the process yet
+            self.close()
+            raise
 
     def run(self, case_text: str) -> Reply | WorkerLost:
         """Has the target run one case: see `execution.execute` for the reply. Use `send` and `wait` to overlap."""
@@ -94,36 +102,39 @@ class Worker:
                 self._phase = message["phase"]
         except ChannelClosed:
             return self._lost(self._how_it_ended())
+        except ChannelGarbled:
+            return self._lost("writes to the channel of the harness")
 
     def close(self) -> None:
         """Ends the process and whatever it started."""
+        if self._closed:
+            return
+        self._closed = True
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         self._channel.close()
         self._log.close()
 
-    def _load(self, spec: str) -> TargetDescription:
+    def _load(self, spec: str, devices: Devices) -> TargetDescription:
         try:
             self._channel.send({"do": "load", "target": spec})
             how = self._wait_for_message()
             answer, _ = ({}, {}) if how else self._channel.receive()
         except ChannelClosed:
             how, answer = self._how_it_ended(), {}
+        except ChannelGarbled:
+            how, answer = "wrote to the channel of the harness", {}
         if how:
             lost = self._lost(how)
             raise TargetError(f"the worker process {lost.how} while {spec} was imported\n{lost.log}")
         if "load_error" in answer:
-            self.close()
             raise TargetError(answer["load_error"])
-        description = TargetDescription(**answer["description"])
-        try:
-            for dtype in ("float32", "bfloat16"):
-                precision_of(description, dtype)
-        except (TypeError, ValueError) as error:
-            self.close()
-            raise TargetError(f"{spec}: {error}") from error
-        return description
+        if answer["num_devices"] != devices.count:
+            raise TargetError(
+                f"{spec}: importing it leaves JAX with {answer['num_devices']} devices of the {devices.count} asked for"
+            )
+        return _checked(TargetDescription(**answer["description"]))
 
     def _wait_for_message(self) -> str | None:
         """None once a message or the end of the channel is there to read; else how the worker hangs."""
@@ -134,12 +145,12 @@ class Worker:
             if readable:
                 return None
             now_used = self._cpu_seconds()
-            if now_used - used > IDLE_CPU_SECONDS:
+            if abs(now_used - used) > IDLE_CPU_SECONDS:  # it falls when a process that the worker started has ended
                 used, idle_since = now_used, time.monotonic()
             if time.monotonic() - idle_since > IDLE_SECONDS:
-                return "hangs without using CPU"
+                return HANGS[0]
             if now_used - started_at > BUSY_CPU_SECONDS:
-                return "computes without end"
+                return HANGS[1]
 
     def _cpu_seconds(self) -> float:
         """CPU time of the worker and of every process it started."""
@@ -168,3 +179,13 @@ class Worker:
         size = self._log.seek(0, os.SEEK_END)
         self._log.seek(max(0, size - _LOG_TAIL_BYTES))
         return self._log.read().decode(errors="replace").strip()
+
+
+def _checked(description: TargetDescription) -> TargetDescription:
+    """The description, once the numerics that it declares are known to mean something for every dtype."""
+    try:
+        for dtype in DTYPES:
+            precision_of(description, dtype)
+    except (TypeError, ValueError) as error:
+        raise TargetError(f"{description.spec}: {error}") from error
+    return description

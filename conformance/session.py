@@ -22,7 +22,7 @@ from conformance.finding import Finding
 from conformance.inputs import NUM_DRAWS
 from conformance.problem import Case
 from conformance.process import Reply, Worker, WorkerLost
-from conformance.target import TargetDescription
+from conformance.target import TargetDescription, TargetError
 
 CONFORMS, FINDING, DECLINED, INCONCLUSIVE = "conforms", "finding", "declined", "inconclusive"
 
@@ -50,7 +50,10 @@ class Session:
 
         Raises:
             TargetError: the target does not load.
+            ValueError: the contract is not among the checks: a target that raises must not conform unasked.
         """
+        if "contract" not in check_names:
+            raise ValueError(f"check_names must hold 'contract', got {check_names}")
         self._spec, self._devices, self._check_names = spec, devices, check_names
         self._workers: dict[bool, Worker] = {False: Worker(spec, devices)}
         self.description: TargetDescription = self._workers[False].description
@@ -69,11 +72,11 @@ class Session:
         """Has the worker begin with a case; `wait` and `judge` follow, and other sessions may start meanwhile."""
         self._case, self._reply = case, None
         if case.problem.num_devices <= self._devices.count:
-            self._send(case)
+            self._reply = self._send(case)
 
     def wait(self) -> None:
         """Waits until the worker has answered or is lost."""
-        if self._case.problem.num_devices <= self._devices.count:
+        if self._reply is None and self._case.problem.num_devices <= self._devices.count:
             self._reply = self._wait(self._case)
 
     def judge(self) -> CaseResult:
@@ -87,8 +90,7 @@ class Session:
         self.workers_lost += 1
         again = reply
         if (reply.how, reply.phase) not in self._confirmed:
-            self._send(case)
-            again = self._wait(case)
+            again = self._send(case) or self._wait(case)
         if isinstance(again, WorkerLost):
             self._confirmed.add((again.how, again.phase))
             finding = lost(self.description.name, format_case(case), again)
@@ -105,11 +107,16 @@ class Session:
             worker.close()
         self._workers.clear()
 
-    def _send(self, case: Case) -> None:
+    def _send(self, case: Case) -> WorkerLost | None:
+        """Has a worker begin with the case; a target that loaded once and then does not has lost its worker."""
         enable_x64 = _needs_x64(case)
         if enable_x64 not in self._workers:
-            self._workers[enable_x64] = Worker(self._spec, self._devices, enable_x64=enable_x64)
+            try:
+                self._workers[enable_x64] = Worker(self._spec, self._devices, enable_x64=enable_x64)
+            except TargetError as error:
+                return WorkerLost("fails", "loading the target again", error.report)
         self._workers[enable_x64].send(format_case(case))
+        return None
 
     def _wait(self, case: Case) -> Reply | WorkerLost:
         reply = self._workers[_needs_x64(case)].wait()
@@ -119,6 +126,8 @@ class Session:
 
     def _judged(self, case: Case, reply: Reply) -> CaseResult:
         message, arrays = reply
+        if "harness_failed" in message:
+            raise HarnessError(f"the worker failed on {format_case(case)}\n{message['harness_failed']}")
         if "declined" in message:
             return CaseResult(case, DECLINED, reason=message["declined"])
         evidence = Evidence(self.description, case, message, arrays)

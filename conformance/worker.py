@@ -1,7 +1,7 @@
 """The process that imports JAX and the target: `python -m conformance.worker DESCRIPTOR` answers requests on a socket.
 
 It judges nothing. Its standard output and error belong to the target and go to a file of the parent's.
-May touch: JAX, the target, the socket it was given. Tests: tests/conformance/test_worker.py.
+May touch: JAX, the target, the socket it was given. Tests: tests/conformance/test_process.py.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from typing import Any
 
 from conformance.channel import Channel, ChannelClosed
@@ -51,7 +52,12 @@ def _serve(channel: Channel) -> None:
             channel.send(answer)
             continue
         assert target is not None, "a case was sent before a target was loaded"
-        message, arrays = execute(target, parse_case(request["case"]), lambda phase: channel.send({"phase": phase}))
+        try:
+            message, arrays = execute(target, parse_case(request["case"]), lambda phase: channel.send({"phase": phase}))
+        except ChannelClosed:
+            raise
+        except Exception:  # noqa: BLE001  # execute answers for whatever the target raises: this is a fault of ours
+            message, arrays = {"harness_failed": traceback.format_exc()}, {}
         channel.send({"result": message}, arrays)
         served += 1
         if served % _CASES_BETWEEN_CLEARING == 0:
