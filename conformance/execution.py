@@ -56,10 +56,14 @@ def execute(target: Target, case: Case, report: Report) -> tuple[Named, dict[str
     """
     try:
         reason = target.supports(case.problem)
+        if not isinstance(reason, str | None):
+            raise TypeError(f"supports must return None, or the reason to decline as a str, got {reason!r}")
+    except Declined as error:
+        return {"declined": str(error)}, {}
     except Exception as error:  # noqa: BLE001  # whatever foreign code raises is a finding, not a failure of ours
         return _raised(error, "supports"), {}
     if reason is not None:
-        return {"declined": str(reason)}, {}
+        return {"declined": reason}, {}
     setting = _Setting(target, case.problem, mesh_of(case.problem, jax.devices()))
     with jax.default_matmul_precision(case.problem.precision):
         return _execute_supported(setting, case, report)
@@ -202,5 +206,6 @@ def _misplacement(setting: _Setting, name: str, array: jax.Array) -> str | None:
 
 
 def _raised(error: BaseException, where: str) -> Named:
-    lines = "".join(traceback.format_exception(error)).rstrip()
-    return {"raised": {"type": type(error).__name__, "message": str(error)[:2000], "traceback": lines, "where": where}}
+    told = traceback.TracebackException.from_exception(error)  # str(error) is foreign code, and may raise itself
+    lines = "".join(told.format()).rstrip()
+    return {"raised": {"type": type(error).__name__, "message": str(told)[:2000], "traceback": lines, "where": where}}

@@ -87,17 +87,17 @@ def make_target(candidate: Any, spec: str) -> Target:
     attention = getattr(candidate, "attention", candidate)
     if not callable(attention):
         raise TargetError(f"{spec} is neither a function nor an object with a callable `attention`, got {candidate!r}")
-    with_lse = getattr(candidate, "attention_with_lse", None)
+    with_lse = _function(candidate, spec, "attention_with_lse")
     description = TargetDescription(
         spec=spec,
         name=str(getattr(candidate, "name", spec)),
         has_lse=with_lse is not None,
         communication=_choice(candidate, spec, "communication", None, COMMUNICATIONS),
-        precision=dict(getattr(candidate, "precision", {})),
+        precision=_precision(candidate, spec),
         empty_rows=_choice(candidate, spec, "empty_rows", "undefined", EMPTY_ROWS),
-        lse_grad=bool(getattr(candidate, "lse_grad", True)),
+        lse_grad=_choice(candidate, spec, "lse_grad", True, (True, False)),
     )
-    supports = getattr(candidate, "supports", lambda problem: None)
+    supports = _function(candidate, spec, "supports") or (lambda problem: None)
     return Target(attention, with_lse, supports, description)
 
 
@@ -136,8 +136,23 @@ def _own_traceback(error: BaseException) -> str:
     return "".join([*lines, *traceback.format_exception_only(error)]).rstrip()
 
 
-def _choice(candidate: Any, spec: str, attribute: str, default: str | None, choices: tuple[str, ...]) -> Any:
+def _function(candidate: Any, spec: str, attribute: str) -> Callable[..., Any] | None:
+    value = getattr(candidate, attribute, None)
+    if value is not None and not callable(value):
+        raise TargetError(f"{spec}.{attribute} must be a function, got {value!r}")
+    return value
+
+
+def _choice(candidate: Any, spec: str, attribute: str, default: Any, choices: tuple[Any, ...]) -> Any:
     value = getattr(candidate, attribute, default)
     if value != default and value not in choices:
-        raise TargetError(f"{spec}.{attribute} must be one of {', '.join(choices)}, got {value!r}")
+        raise TargetError(f"{spec}.{attribute} must be one of {', '.join(map(str, choices))}, got {value!r}")
     return value
+
+
+def _precision(candidate: Any, spec: str) -> dict[str, Any]:
+    """The declared numerics: their names and values are judged by the parent, but plain data they must be."""
+    value = getattr(candidate, "precision", {})
+    if not isinstance(value, Mapping) or not all(isinstance(item, int | None) for item in value.values()):
+        raise TargetError(f"{spec}.precision must map fields of oracle.budget.Precision to values, got {value!r}")
+    return dict(value)
