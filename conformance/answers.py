@@ -83,7 +83,22 @@ def _answer(case: Case, with_lse: bool, defines_empty_rows: bool, precision: Pre
     if not defines_empty_rows and (empty := empty_rows(inputs, problem)) is not None:
         rows = np.broadcast_to(~empty[:, :, None], reference.lse.shape)
         compared = {"lse": rows, "out": np.broadcast_to(rows[..., None], reference.out.shape)}
-    return Answer(_by_name(reference, problem.shared_kv), _by_name(allowance, problem.shared_kv), compared)
+    return _usable(Answer(_by_name(reference, problem.shared_kv), _by_name(allowance, problem.shared_kv), compared))
+
+
+def _usable(answer: Answer) -> Answer:
+    """The answer, read-only, once it is known to be able to fail somebody: an infinite allowance passes everything.
+
+    Raises:
+        ArithmeticError: a reference that is not finite (but for the -inf of an empty row's lse), or such an allowance.
+    """
+    for name, allowance in answer.allowance.items():
+        reference = answer.reference[name]
+        is_empty_row = np.isneginf(reference) if name == "lse" else False
+        if not (np.isfinite(reference) | is_empty_row).all() or not np.isfinite(allowance).all():
+            raise ArithmeticError(f"the oracle has no finite answer and allowance for {name}")
+        reference.flags.writeable = allowance.flags.writeable = False
+    return answer
 
 
 def _by_name(tensors: object, shared_kv: bool) -> dict[str, np.ndarray]:

@@ -59,8 +59,13 @@ def check_tensors(check: str, tensors: tuple[str, ...], evidence: Evidence) -> O
 def compare(got: np.ndarray, reference: np.ndarray, allowance: np.ndarray, compared: np.ndarray | None) -> Comparison:
     """Holds one array against the reference, in float64; NaN never passes, an equal infinity does.
 
-    Where `compared` is False the element must only be finite.
+    Where `compared` is False the element must be finite, or the reference's own infinity.
+
+    Raises:
+        ValueError: the shapes differ: NumPy would stretch one of them, and one number could pass for a whole array.
     """
+    if not got.shape == reference.shape == allowance.shape:
+        raise ValueError(f"shapes differ: got {got.shape}, reference {reference.shape}, allowance {allowance.shape}")
     got = got.astype(np.float64)
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
         error = np.where(got == reference, 0.0, np.abs(got - reference))
@@ -68,7 +73,7 @@ def compare(got: np.ndarray, reference: np.ndarray, allowance: np.ndarray, compa
         share = np.where(error == 0, 0.0, error / allowance)
     share = np.where(np.isnan(share), np.inf, share)
     if compared is not None:
-        finite = np.isfinite(got)
+        finite = np.isfinite(got) | (got == reference)
         passes = np.where(compared, passes, finite)
         share = np.where(compared, share, np.where(finite, 0.0, np.inf))
     # An element that fails outranks any that passes, whatever rounding says of its share.
