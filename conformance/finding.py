@@ -44,6 +44,11 @@ class Finding:
         """Ten hexadecimal digits that stay the same while the kind does."""
         return hashlib.sha256("\0".join(self.kind).encode()).hexdigest()[:10]
 
+    def explains(self, other: Finding) -> bool:
+        """Whether `other` is the same in a narrower circumstance: wrong "on data draw 1 only" beside plainly wrong."""
+        same_place = (self.check, self.tensor) == (other.check, other.tensor)
+        return same_place and other.signature.startswith(f"{self.signature}, ")
+
     def to_json(self) -> dict[str, Any]:
         """The finding for report.json: NaN and infinities as strings, control characters escaped."""
         content = {"id": self.id, **{name: getattr(self, name) for name in self.__dataclass_fields__}}

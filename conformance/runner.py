@@ -5,6 +5,7 @@ May touch: sessions, the clock; never JAX. Tests: tests/conformance/test_runner.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -13,12 +14,13 @@ from dataclasses import dataclass, field
 from threadpoolctl import threadpool_limits
 
 from conformance.answers import answer_for
-from conformance.case_text import format_case
+from conformance.case_text import format_case, parse_case
 from conformance.devices import Devices
 from conformance.finding import Finding
 from conformance.inputs import NUM_DRAWS
 from conformance.problem import Case
-from conformance.session import FINDING, CaseResult, Session
+from conformance.process import HANGS
+from conformance.session import CaseResult, Session
 from conformance.shrink import case_size, shrink
 from conformance.target import TargetDescription
 
@@ -103,9 +105,8 @@ def _run_cases(state: Run, sessions: Sequence[Session], progress: Progress, star
             progress(f"{number - 1} of {len(plan.cases)} cases done; the time of --seconds is up")
             return
         active = [pair for pair in zip(state.targets, sessions, strict=True) if not pair[0].stopped]
-        _run_one_case(case, active)
+        _run_one_case(case, active, progress)
         for target, session in active:
-            _tell_first_sight(target, progress)
             if session.workers_lost >= MAX_WORKERS_LOST:
                 target.stopped = f"its process was lost {session.workers_lost} times"
                 progress(f"{target.description.name}: {target.stopped}; its remaining cases are not tried")
@@ -114,7 +115,7 @@ def _run_cases(state: Run, sessions: Sequence[Session], progress: Progress, star
             progress(f"case {number} of {len(plan.cases)}: {_counts(state)}")
 
 
-def _run_one_case(case: Case, active: Sequence[tuple[TargetRun, Session]]) -> None:
+def _run_one_case(case: Case, active: Sequence[tuple[TargetRun, Session]], progress: Progress) -> None:
     """The case on every target, as many at a time as there are cores."""
     at_once = os.cpu_count() or 1
     for first in range(0, len(active), at_once):
@@ -127,6 +128,7 @@ def _run_one_case(case: Case, active: Sequence[tuple[TargetRun, Session]]) -> No
             session.wait()
         for target, session in group:
             target.results.append(session.judge())
+            _note_findings(target, progress)
 
 
 def _compute_answers(target: TargetDescription, case: Case) -> None:
@@ -136,12 +138,17 @@ def _compute_answers(target: TargetDescription, case: Case) -> None:
             answer_for(target, case, draw, call)
 
 
-def _tell_first_sight(target: TargetRun, progress: Progress) -> None:
-    for finding in target.results[-1].findings:
+def _note_findings(target: TargetRun, progress: Progress) -> None:
+    """Keeps the smallest case of each kind of finding, and tells of new kinds."""
+    result = target.results[-1]
+    for finding in result.findings:
+        if any(known.explains(finding) for known in target.smallest.values()):
+            continue
         known = target.smallest.get(finding.id)
         if known is None:
             progress(f"{target.description.name}: {finding.reading}")
-        if known is None or case_size(target.results[-1].case) < case_size(_case_of(target, known)):
+            target.smallest = {i: other for i, other in target.smallest.items() if not finding.explains(other)}
+        if known is None or case_size(result.case) < case_size(_case_of(target, known)):
             target.smallest[finding.id] = finding
 
 
@@ -161,35 +168,50 @@ def _counts(state: Run) -> str:
 
 def _shrink_findings(state: Run, sessions: Sequence[Session], progress: Progress) -> None:
     for target, session in zip(state.targets, sessions, strict=True):
-        if not target.smallest:
+        findings = [finding for finding in target.smallest.values() if not finding.signature.startswith(HANGS)]
+        if not findings:
             continue
-        if target.stopped:
-            continue  # each attempt would cost a process again
-        progress(f"{target.description.name}: looking for the smallest case of {len(target.smallest)} kinds of finding")
-        seen: dict[str, tuple[Finding, ...]] = {}
-
-        def findings_of(case: Case, session: Session = session, seen: dict = seen) -> tuple[Finding, ...]:
-            text = format_case(case)
-            if text not in seen:
-                result = session.run(case)
-                seen[text] = result.findings if result.status == FINDING else ()
-            return seen[text]
-
-        for finding_id, finding in list(target.smallest.items()):
-            start = _case_of(target, finding)
-            target.smallest[finding_id] = _smallest(finding, start, findings_of, list(target.smallest.values()))
+        progress(f"{target.description.name}: looking for the smallest case of {len(findings)} kinds of finding")
+        findings_of = _remembered(session)
+        for finding in findings:
+            _shrink_one(target, finding, findings_of)
+        for finding in findings:
+            _replay_alone(target, target.smallest[finding.id], session)
 
 
-def _smallest(
-    finding: Finding, start: Case, findings_of: Callable[[Case], tuple[Finding, ...]], known: list[Finding]
-) -> Finding:
-    """The same kind of finding on the smallest case that the shrinker reaches."""
-    best = [finding]
+def _remembered(session: Session) -> Callable[[Case], tuple[Finding, ...]]:
+    """What the target does on a case, run once. After too many lost processes no further case is tried."""
+    seen: dict[str, tuple[Finding, ...]] = {}
+    lost_before = session.workers_lost
+
+    def findings_of(case: Case) -> tuple[Finding, ...]:
+        text = format_case(case)
+        if text not in seen and session.workers_lost - lost_before < MAX_WORKERS_LOST:
+            seen[text] = session.run(case).findings
+        return seen.get(text, ())
+
+    return findings_of
+
+
+def _shrink_one(target: TargetRun, finding: Finding, findings_of: Callable[[Case], tuple[Finding, ...]]) -> None:
+    """Puts the same kind of finding on the smallest case that the shrinker reaches in its place."""
 
     def shows(case: Case) -> bool:
         same = [candidate for candidate in findings_of(case) if candidate.id == finding.id]
-        best[:] = same or best
+        if same:
+            target.smallest[finding.id] = same[0]
         return bool(same)
 
-    shrink(start, shows, SHRINK_EXECUTIONS)
-    return best[0]
+    shrink(_case_of(target, finding), shows, SHRINK_EXECUTIONS)
+
+
+def _replay_alone(target: TargetRun, finding: Finding, session: Session) -> None:
+    """Holds the promise that the case's text shows the finding again, in a process that has run nothing before it.
+
+    A target that keeps something from one problem to the next may be wrong only then; the reading says so.
+    """
+    session.close()
+    again = session.run(parse_case(finding.case)).findings
+    if not any(other.id == finding.id or finding.explains(other) for other in again):
+        reading = f"{finding.reading}; not in a fresh process, so it takes the cases that ran before"
+        target.smallest[finding.id] = dataclasses.replace(finding, reading=reading)

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 
 from conformance.case_text import format_case
-from conformance.problem import Case, Document, InvalidCase, Problem
+from conformance.problem import Case, Document, InvalidCase, Problem, Window
 
 # What a person leaves out of a case first, and what it is then. Geometry is not among it.
 _PLAIN: dict[str, object] = {
@@ -39,10 +39,11 @@ _PLAIN: dict[str, object] = {
 _SMALL_CHUNKS = (2, 4, 8, 16, 32)
 
 
-def case_size(case: Case) -> tuple[int, int, int]:
-    """How much a person has to read and hold in mind: words of the text, tokens, letters."""
-    text = format_case(case)
-    return (len(text.split()), case.problem.seq_len * case.problem.batch, len(text))
+def case_size(case: Case) -> tuple[int, int, int, int]:
+    """How much a person has to read and hold in mind: words of the text, tokens, reach of the window, letters."""
+    text, problem = format_case(case), case.problem
+    reach = sum(problem.seq_len if bound is None else bound for bound in problem.window)
+    return (len(text.split()), problem.seq_len * problem.batch, reach, len(text))
 
 
 def shrink(case: Case, shows: Callable[[Case], bool], executions: int) -> Case:
@@ -90,36 +91,59 @@ def _candidates(case: Case) -> Iterator[Case]:
 
 
 def _smaller_geometry(case: Case) -> Iterator[Case]:
-    """Another layout, fewer ranks, shorter chunks, windows that lie alike against the chunk, a smaller window."""
+    """Another layout, fewer ranks, shorter chunks with a window that lies alike against them, a smaller window."""
     problem = case.problem
     if problem.layout != "contiguous":
         yield from _with_seq_len(case, problem.seq_len, layout="contiguous")
-    for ranks in range(1, problem.context_parallelism):
+    # The default first: it is no word of the text.
+    for ranks in sorted(range(1, problem.context_parallelism), key=lambda n: (n != Problem.context_parallelism, n)):
         chunks = problem.num_chunks // problem.context_parallelism * ranks
         yield from _with_seq_len(case, problem.chunk_len * chunks, context_parallelism=ranks)
-    size = problem.sliding_window_size
     for chunk in _SMALL_CHUNKS:
         if chunk >= problem.chunk_len:
             break
-        for window_size in dict.fromkeys(_alike(size, problem.chunk_len, chunk)):
-            yield from _with_seq_len(case, chunk * problem.num_chunks, sliding_window_size=window_size)
-    if size is not None:
-        for smaller in sorted({1, 2, size // 2, size - 1}):
-            if 1 <= smaller < size:
-                yield from _with(case, {"sliding_window_size": smaller})
+        bounds = (_alike(bound, problem.chunk_len, chunk) for bound in problem.window)
+        for window in dict.fromkeys(zip(*bounds, strict=True)):
+            yield from _with_seq_len(case, chunk * problem.num_chunks, **_written(window))
+    for window in _smaller_windows(problem.window):
+        yield from _with(case, _written(window))
 
 
-def _alike(size: int | None, old_chunk: int, new_chunk: int) -> Iterator[int | None]:
-    """Window sizes that reach into the same chunk: as far from its border, in proportion, or unchanged."""
-    if size is None:
-        yield None
-        return
-    hops, offset = divmod(size, old_chunk)
+def _alike(bound: int | None, old_chunk: int, new_chunk: int) -> tuple[int | None, ...]:
+    """Bounds that reach into the same chunk: at the same distance from its border, in proportion, or unchanged."""
+    if bound is None:
+        return (None, None, None)
+    # What stands in relation to a chunk is the number of visible keys, the query's own included.
+    hops, offset = divmod(bound + 1, old_chunk)
     if offset > old_chunk // 2:
         hops, offset = hops + 1, offset - old_chunk
-    for candidate in (hops * new_chunk + offset, size * new_chunk // old_chunk, size):
-        if candidate >= 1:
-            yield candidate
+    sizes = (hops * new_chunk + offset, (bound + 1) * new_chunk // old_chunk, bound + 1)
+    return tuple(max(size, 1) - 1 for size in sizes)
+
+
+def _smaller_windows(window: Window) -> Iterator[Window]:
+    """One bound smaller, the right one first: without it the window is a sliding_window_size."""
+    left, right = window
+    if window == (None, 0):
+        return  # a GLOBAL layer has no smaller window
+    for smaller in _smaller_bounds(right):
+        yield left, smaller
+    for smaller in _smaller_bounds(left):
+        yield smaller, right
+
+
+def _smaller_bounds(bound: int | None) -> list[int]:
+    if bound is None:
+        return [0, 1, 2]
+    return sorted({0, 1, bound // 2, bound - 1} & set(range(bound)))
+
+
+def _written(window: Window) -> dict[str, object]:
+    """The fields that say this window: sliding_window_size where it is one."""
+    left, right = window
+    if right == 0 and left is not None:
+        return {"sliding_window_size": left + 1, "window": None}
+    return {"sliding_window_size": None, "window": window}
 
 
 def _fewer_documents(case: Case) -> Iterator[Case]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from conformance.checks import CHECKS
 from conformance.finding import Finding
+from conformance.problem import Case
 from conformance.runner import Run, TargetRun
 from conformance.session import CONFORMS, DECLINED, FINDING, INCONCLUSIVE
 
@@ -56,11 +57,10 @@ def verdict_of(target: TargetRun, run: Run) -> TargetVerdict:
     counts = {status: sum(result.status == status for result in results) for status in _STATUSES}
     counts[NOT_TRIED] = len(run.plan.cases) - len(results)
     cells = tuple(_cell(target, check, tensor) for check in run.plan.check_names for tensor in CHECKS[check].tensors)
-    occurrences = Counter(finding.id for result in results for finding in result.findings)
-    findings = tuple((finding, occurrences[finding.id]) for finding in target.smallest.values())
+    findings = tuple((finding, _occurrences(finding, target)) for finding in target.smallest.values())
     declined = Counter(result.reason for result in results if result.status == DECLINED)
     remarks, conclusive = _remarks(target, run, counts, cells)
-    status = FINDING if findings else CONFORMS if conclusive else INCONCLUSIVE
+    status = FINDING if counts[FINDING] else CONFORMS if conclusive else INCONCLUSIVE
     return TargetVerdict(
         target.description.name, status, cells, counts, tuple(declined.most_common()), findings, remarks
     )
@@ -79,6 +79,13 @@ def exit_status(run: Run) -> int:
 _STATUSES = (CONFORMS, FINDING, DECLINED, INCONCLUSIVE)
 
 
+def _occurrences(finding: Finding, target: TargetRun) -> int:
+    """Cases that showed this kind of finding, or a narrower one that it explains."""
+    return sum(
+        any(other.id == finding.id or finding.explains(other) for other in result.findings) for result in target.results
+    )
+
+
 def _cell(target: TargetRun, check: str, tensor: str) -> Cell:
     shares = [r.shares[check, tensor] for r in target.results if (check, tensor) in r.shares]
     findings = sum(any(f.check == check and f.tensor == tensor for f in r.findings) for r in target.results)
@@ -86,7 +93,7 @@ def _cell(target: TargetRun, check: str, tensor: str) -> Cell:
         status = FINDING
     elif shares:
         status = CONFORMS
-    elif target.results and all(result.status == DECLINED for result in target.results):
+    elif any(result.status == DECLINED and _has(target, result.case, tensor) for result in target.results):
         status = DECLINED
     else:
         status = NOT_TRIED
@@ -116,20 +123,28 @@ def _remarks(
     if counts[INCONCLUSIVE]:
         remarks.append(f"{counts[INCONCLUSIVE]} cases were lost once and passed when run again alone")
         conclusive = False
+    if target.description.precision:
+        declared = ", ".join(f"{name}={value}" for name, value in target.description.precision.items())
+        remarks.append(f"allowances are for the numerics it declares: {declared}")
+    if unasked := [name for name in CHECKS if name not in run.plan.check_names]:
+        remarks.append(f"not asked for: {', '.join(unasked)}")
     for cell in cells:
-        if cell.status == NOT_TRIED and _is_owed(target, cell):
+        if not cell.cases and _is_owed(target, cell.tensor):
             remarks.append(f"{cell.check} of {cell.tensor} was never tried")
             conclusive = False
     return tuple(remarks), conclusive
 
 
-def _is_owed(target: TargetRun, cell: Cell) -> bool:
-    """lse is owed only by a target that returns it, dsinks only where a case that it took has sinks."""
-    if cell.tensor == "lse":
-        return target.description.has_lse
-    taken = [result.case.problem for result in target.results if result.status != DECLINED]
-    if cell.tensor == "dsinks":
-        return any(problem.sinks for problem in taken)
-    if cell.tensor == "dvalue":
-        return any(not problem.shared_kv for problem in taken)
-    return bool(taken)
+def _is_owed(target: TargetRun, tensor: str) -> bool:
+    """Whether a case that the target took has the tensor."""
+    return any(_has(target, result.case, tensor) for result in target.results if result.status != DECLINED)
+
+
+def _has(target: TargetRun, case: Case, tensor: str) -> bool:
+    """Whether a target that takes the case has the tensor to show."""
+    present = {
+        "lse": target.description.has_lse,
+        "dsinks": case.problem.sinks,
+        "dvalue": not case.problem.shared_kv,
+    }
+    return present.get(tensor, True)
