@@ -21,11 +21,12 @@ from rich.console import Console
 from conformance.case_list import STRENGTH, case_list, list_hash
 from conformance.case_text import format_case, parse_case
 from conformance.checks import CHECKS
-from conformance.devices import Devices, parse_devices
+from conformance.devices import DEFAULT_DEVICES, Devices, parse_devices
+from conformance.finding import plain
 from conformance.problem import InvalidCase
-from conformance.report.json_report import prepare_directory, write_report
+from conformance.report.json_report import FILE_NAME, prepare_directory, write_report
 from conformance.report.terminal import print_run
-from conformance.report.verdict import EXIT_CANNOT_START, EXIT_HARNESS_FAILED, exit_status
+from conformance.report.verdict import EXIT_CANNOT_START, EXIT_HARNESS_FAILED, EXIT_INTERRUPTED, exit_status
 from conformance.runner import Plan, Run, run
 from conformance.target import TargetError
 
@@ -38,6 +39,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parsed(sys.argv[1:] if arguments is None else list(arguments))
     try:
         return options.command(options)
+    except KeyboardInterrupt:  # before the first case or after the last: the run itself answers for the time between
+        print("halocheck: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
     except (TargetError, _CannotStart) as error:
         print(f"halocheck: {error}", file=sys.stderr)
         return EXIT_CANNOT_START
@@ -56,6 +60,8 @@ def _parsed(arguments: list[str]) -> argparse.Namespace:
     options, unknown = parser.parse_known_args(arguments)
     if unknown:
         name = unknown[0].partition("=")[0]
+        if not name.startswith("-"):
+            parser.exit(EXIT_CANNOT_START, f"halocheck: {name!r} is one argument too many\n")
         nearest = difflib.get_close_matches(name, known_options, n=1, cutoff=0.0)[0]
         parser.exit(EXIT_CANNOT_START, f"halocheck: unknown option {name!r}; the nearest option is {nearest!r}\n")
     return options
@@ -71,7 +77,8 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
     parser.add_argument("--version", action="version", version=f"halocheck {_version('halocheck')}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     common = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    common.add_argument("--mesh", default="cpu:16", metavar="cpu:N", help="simulated devices (default cpu:16)")
+    mesh = f"{DEFAULT_DEVICES.platform}:{DEFAULT_DEVICES.count}"
+    common.add_argument("--mesh", default=mesh, metavar="cpu:N", help=f"simulated devices (default {mesh})")
     common.add_argument(
         "--checks", default=",".join(CHECKS), metavar="A,B", help=f"which checks (default {','.join(CHECKS)})"
     )
@@ -103,8 +110,10 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
 
 def _run(options: argparse.Namespace) -> int:
     devices = _devices(options.mesh)
-    if options.examples is not None and options.examples < 1:
-        raise _CannotStart(f"--examples must be >= 1, got {options.examples}")
+    for name, lowest in (("examples", 1), ("seconds", 0), ("seed", 0)):
+        value = getattr(options, name)
+        if value is not None and not value >= lowest:  # "not >=": NaN is refused too
+            raise _CannotStart(f"--{name} must be >= {lowest}, got {value}")
     never_cut = case_list(options.profile, options.seed, 0, devices.count)
     cases = case_list(options.profile, options.seed, options.examples, devices.count)
     plan = Plan(
@@ -136,19 +145,24 @@ def _carry_out(plan: Plan, options: argparse.Namespace, asked: dict[str, Any]) -
             raise _CannotStart(f"--report {options.report} cannot be written to: {error}") from error
     about = _about(options, plan) | asked
     print(_header(about), flush=True)
-    state = run(plan, lambda line: print(line, flush=True))
+    state = run(plan, lambda line: print(plain(line), flush=True))
+    failed = None if options.report is None else _failure_to_write(state, about, options.report)
     print_run(state, Console(highlight=False))
-    return _reported(state, options.report, about)
-
-
-def _reported(state: Run, directory: Path | None, about: dict[str, Any]) -> int:
-    if directory is not None:
-        try:
-            print(f"report: {write_report(state, about, directory)}")
-        except OSError as error:
-            print(f"halocheck: the report could not be written: {error}", file=sys.stderr)
-            return EXIT_HARNESS_FAILED
+    if failed is not None:
+        print(f"halocheck: the report could not be written: {failed}", file=sys.stderr)
+        return EXIT_HARNESS_FAILED
+    if options.report is not None:
+        print(f"report: {options.report / FILE_NAME}")
     return exit_status(state)
+
+
+def _failure_to_write(state: Run, about: dict[str, Any], directory: Path) -> OSError | None:
+    """Writes the report, before the terminal is touched: a closed pipe or a second Ctrl-C must not cost it."""
+    try:
+        write_report(state, about, directory)
+    except OSError as error:
+        return error
+    return None
 
 
 def _about(options: argparse.Namespace, plan: Plan) -> dict[str, Any]:

@@ -42,9 +42,12 @@ def write_report(run: Run, about: Mapping[str, Any], directory: Path) -> Path:
     """
     path = directory / FILE_NAME
     content = json.dumps(plain(report_content(run, about)), indent=1, allow_nan=False)
-    with tempfile.NamedTemporaryFile("w", dir=directory, delete=False, encoding="utf-8") as unfinished:
-        unfinished.write(content)
-    os.replace(unfinished.name, path)
+    unfinished = directory / f".{FILE_NAME}.{os.getpid()}"
+    try:
+        unfinished.write_text(content, encoding="utf-8")
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
     return path
 
 
@@ -74,7 +77,7 @@ def _target_content(target: TargetRun, run: Run) -> dict[str, Any]:
             {
                 **finding.to_json(),
                 "cases": occurrences,
-                "replay": replay_command(finding.case, target.description.spec),
+                "replay": replay_command(finding, target.description.spec),
             }
             for finding, occurrences in verdict.findings
         ],

@@ -11,6 +11,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from conformance.case_text import parse_case
+from conformance.devices import DEFAULT_DEVICES
 from conformance.finding import Finding, plain
 from conformance.report.verdict import Cell, TargetVerdict, verdict_of
 from conformance.runner import Run
@@ -46,12 +48,14 @@ def print_finding(finding: Finding, spec: str, occurrences: str, console: Consol
         console.print(
             Text("\n".join(f"  | {line}" for line in plain(finding.detail).splitlines()[-12:])), soft_wrap=True
         )
-    console.print(Text(f"  {replay_command(finding.case, spec)}"), soft_wrap=True)
+    console.print(Text(f"  {replay_command(finding, spec)}"), soft_wrap=True)
 
 
-def replay_command(case_text: str, spec: str) -> str:
-    """The line that runs this case again on this target."""
-    return f'halocheck replay "{case_text}" {shlex.quote(spec)}'
+def replay_command(finding: Finding, spec: str) -> str:
+    """The line that runs the finding's case again on this target; it names the mesh where the default is too small."""
+    num_devices = parse_case(finding.case).problem.num_devices
+    mesh = f" --mesh cpu:{num_devices}" if num_devices > DEFAULT_DEVICES.count else ""
+    return f'halocheck replay "{finding.case}" {shlex.quote(spec)}{mesh}'
 
 
 def _table(verdicts: list[TargetVerdict]) -> Table:
