@@ -5,15 +5,17 @@ alive, and sums the gradients by a reduce-scatter in float32. Tested in tests/im
 """
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 from jaxtyping import Array
 
 from impl import layout as layouts
 from impl import local_attention
-from impl.kernels.interface import KernelOperands, LocalGradients, accumulation_dtype
+from impl.kernels.interface import KernelOperands, LocalGradients, RowCotangents, accumulation_dtype
 from impl.layer import Layer
-from impl.sharded import Operands, Received, Strategy, sharded_attention
+from impl.sharded import sharded_attention
+from impl.strategy import Operands, Received, Strategy
 
 
 def all_gather(operands: Operands, layer: Layer, mesh: Mesh) -> tuple[Array, Array]:
@@ -29,12 +31,11 @@ def _forward(operands: Operands, layer: Layer) -> tuple[Array, Array, Received]:
 def _backward(
     operands: Operands,
     received: Received,
-    result: tuple[Array, Array],
-    cotangents: tuple[Array, Array],
+    cotangents: RowCotangents,
     layer: Layer,
 ) -> LocalGradients:
     del received  # Nothing was kept: the rows are gathered again.
-    gradients = local_attention.backward(_gathered(operands, layer), result, cotangents, layer)
+    gradients = local_attention.backward(_gathered(operands, layer), cotangents, layer)
     return gradients._replace(
         dkey=_home(operands.key, gradients.dkey, layer), dvalue=_home(operands.value, gradients.dvalue, layer)
     )
@@ -48,7 +49,7 @@ def _gathered(operands: Operands, layer: Layer) -> KernelOperands:
         _gather(operands.key, layer),
         _gather(operands.value, layer),
         layouts.rank_positions(layer.layout, layer.seq_len, layer.context_parallelism, rank),
-        layouts.all_positions(layer.layout, layer.seq_len, layer.context_parallelism),
+        jnp.arange(layer.seq_len, dtype=jnp.int32),
         ids,
         None if ids is None else _gather(ids, layer),
         operands.sinks,
@@ -56,8 +57,9 @@ def _gathered(operands: Operands, layer: Layer) -> KernelOperands:
 
 
 def _gather(rows: Array, layer: Layer) -> Array:
-    """[batch, rows of this rank, …] → [batch, rows of all ranks in layout order, …]."""
-    return lax.all_gather(rows, layer.context_axis, axis=1, tiled=True)
+    """[batch, rows of this rank, …] → [batch, rows of all ranks, …], in position order: kernels then can skip blocks."""
+    gathered = lax.all_gather(rows, layer.context_axis, axis=1, tiled=True)
+    return layouts.restore(gathered, axis=1, layout=layer.layout, context_parallelism=layer.context_parallelism)
 
 
 def _home(rows: Array, gradient: Array, layer: Layer) -> Array:

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 
 Window = tuple[int | None, int | None]
 
-GLOBAL_STRATEGIES = ("all_gather",)
-LOCAL_STRATEGIES = ("all_gather", "halo")
+GLOBAL_STRATEGIES = ("all_gather", "ring", "ulysses", "usp")
+LOCAL_STRATEGIES = ("halo", *GLOBAL_STRATEGIES)
 LOAD_BALANCED_LAYOUTS = ("dual_chunk_swap", "striped")
-LOCAL_KERNELS = ("xla",)
+AXIS_NAMES = ("context_axis", "data_axis", "tensor_axis", "ulysses_axis")
+LOCAL_KERNELS = ("xla", "splash")
 
 
 class AttentionType(enum.Enum):
@@ -37,7 +38,9 @@ class AttentionConfig:
         keys before and after the query, None = unbounded.
     attn_logits_soft_cap: logits become `cap · tanh(logits / cap)`. scale: of the logits, None = 1/sqrt(head_dim).
     local_kernel: "" chooses by the platform of the mesh's devices.
-    context_axis, data_axis, tensor_axis: names of mesh axes; the mesh may lack the last two.
+    context_axis, data_axis, tensor_axis, ulysses_axis: names of mesh axes; a mesh may lack data and tensor. Where the
+        global strategy is "usp" the sequence lies on (context, ulysses), in local layers too: these then exchange
+        heads over the ulysses axis and run their own strategy over the context axis.
     """
 
     context_parallel_strategy: str = "all_gather"
@@ -52,6 +55,7 @@ class AttentionConfig:
     context_axis: str = "context"
     data_axis: str = "data"
     tensor_axis: str = "tensor"
+    ulysses_axis: str = "ulysses"
 
 
 @dataclass(frozen=True)
@@ -100,13 +104,18 @@ def _check_strategies(config: AttentionConfig) -> None:
         )
     one_of("context_parallel_strategy", config.context_parallel_strategy, GLOBAL_STRATEGIES)
     one_of("local_context_parallel_strategy", config.local_context_parallel_strategy, ("", *LOCAL_STRATEGIES))
+    if config.local_context_parallel_strategy == "usp" != config.context_parallel_strategy:
+        raise ValueError(
+            "local_context_parallel_strategy must not be 'usp' unless context_parallel_strategy is: it puts every "
+            f"layer's sequence on two mesh axes, got context_parallel_strategy {config.context_parallel_strategy!r}"
+        )
     one_of("local_kernel", config.local_kernel, ("", *LOCAL_KERNELS))
-    for name in ("context_axis", "data_axis", "tensor_axis"):
+    for name in AXIS_NAMES:
         if not isinstance(getattr(config, name), str):
             raise ValueError(f"{name} must be the name of a mesh axis, got {getattr(config, name)!r}")
-    axes = (config.context_axis, config.data_axis, config.tensor_axis)
+    axes = tuple(getattr(config, name) for name in AXIS_NAMES)
     if len(set(axes)) < len(axes):
-        raise ValueError(f"context_axis, data_axis and tensor_axis must differ, got {axes}")
+        raise ValueError(f"{', '.join(AXIS_NAMES)} must differ, got {axes}")
 
 
 def _check_numerics(config: AttentionConfig) -> None:

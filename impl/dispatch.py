@@ -6,6 +6,7 @@ Touches no numbers. Tested in tests/impl/test_strategies.py, test_errors.py.
 import math
 from collections.abc import Callable
 
+import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int32
 
@@ -13,14 +14,21 @@ from impl.all_gather import all_gather
 from impl.config import AttentionConfig, AttentionType, ResolvedLayer, resolve
 from impl.halo import halo
 from impl.heads import plan_heads
+from impl.kernels import splash
 from impl.kernels.interface import KernelConfig
 from impl.layer import Layer
-from impl.sharded import Operands
+from impl.ring import ring
+from impl.strategy import Operands
+from impl.ulysses import ulysses
+from impl.usp import usp
 from impl.validation import check_call
 
 STRATEGIES: dict[str, Callable[[Operands, Layer, Mesh], tuple[Array, Array]]] = {
     "all_gather": all_gather,
     "halo": halo,
+    "ring": ring,
+    "ulysses": ulysses,
+    "usp": usp,
 }
 
 
@@ -50,7 +58,7 @@ def attention(
     """
     resolved = resolve(config, attention_type)
     operands = {"query": query, "key": key, "value": value, "segment_ids": segment_ids, "sinks": sinks}
-    check_call(operands, mesh, config, resolved.layout, padding_segment_id)
+    check_call(operands, mesh, config, resolved, padding_segment_id)
     layer = _layer(operands, mesh, config, resolved, padding_segment_id)
     out, lse = STRATEGIES[resolved.strategy](Operands(**operands), layer, mesh)
     return (out, lse) if return_lse else out
@@ -61,6 +69,7 @@ def _layer(
 ) -> Layer:
     _, seq_len, num_query_heads, head_dim = operands["query"].shape
     tensor_axis = config.tensor_axis if config.tensor_axis in mesh.axis_names else None
+    ulysses_axis = config.ulysses_axis if config.context_parallel_strategy == "usp" else None
     return Layer(
         layout=resolved.layout,
         seq_len=seq_len,
@@ -68,20 +77,31 @@ def _layer(
         heads=plan_heads(
             num_query_heads, operands["key"].shape[2], 1 if tensor_axis is None else mesh.shape[tensor_axis]
         ),
-        kernel=config.local_kernel or _kernel_for(mesh),
+        kernel=_kernel(operands, mesh, config, resolved),
         kernel_config=KernelConfig(
             window=resolved.window,
             scale=1 / math.sqrt(head_dim) if config.scale is None else float(config.scale),
             attn_logits_soft_cap=None if config.attn_logits_soft_cap is None else float(config.attn_logits_soft_cap),
             padding_segment_id=None if padding_segment_id is None else int(padding_segment_id),
+            interpret=not _is_tpu(mesh),
         ),
         context_axis=config.context_axis,
         data_axis=config.data_axis if config.data_axis in mesh.axis_names else None,
         tensor_axis=tensor_axis,
+        ulysses_axis=ulysses_axis,
+        ulysses_parallelism=1 if ulysses_axis is None else mesh.shape[ulysses_axis],
     )
 
 
-def _kernel_for(mesh: Mesh) -> str:
-    """The local kernel for the mesh's own devices, never for the default backend: they may be TPUs that are absent."""
-    del mesh
-    return "xla"
+def _kernel(operands: dict, mesh: Mesh, config: AttentionConfig, resolved: ResolvedLayer) -> str:
+    """The local kernel: the one that the config names, or what suits the mesh's devices."""
+    contiguous_keys = (resolved.strategy, resolved.layout) not in (("ring", "striped"), ("usp", "striped"))
+    reason = splash.unsupported(jnp.dtype(operands["query"].dtype), contiguous_keys)
+    if config.local_kernel == "splash" and reason is not None:
+        raise ValueError(f"local_kernel 'splash' cannot run this layer: {reason}")
+    return config.local_kernel or ("splash" if _is_tpu(mesh) and reason is None else "xla")
+
+
+def _is_tpu(mesh: Mesh) -> bool:
+    """By the mesh's own devices, never the default backend: they may be of a TPU that is not there."""
+    return mesh.devices.flat[0].platform == "tpu"

@@ -15,9 +15,10 @@ from jaxtyping import Array
 
 from impl import exchange, local_attention
 from impl.exchange import HaloPlan
-from impl.kernels.interface import KernelOperands, LocalGradients, accumulation_dtype
+from impl.kernels.interface import KernelOperands, LocalGradients, RowCotangents, accumulation_dtype
 from impl.layer import Layer
-from impl.sharded import Operands, Received, Strategy, sharded_attention
+from impl.sharded import sharded_attention
+from impl.strategy import Operands, Received, Strategy
 
 
 def halo(operands: Operands, layer: Layer, mesh: Mesh) -> tuple[Array, Array]:
@@ -49,16 +50,15 @@ def _forward(operands: Operands, layer: Layer) -> tuple[Array, Array, Received]:
 def _backward(
     operands: Operands,
     received: Received,
-    result: tuple[Array, Array],
-    cotangents: tuple[Array, Array],
+    cotangents: RowCotangents,
     layer: Layer,
 ) -> LocalGradients:
     plan = plan_of(layer)
-    chunk_results = zip(*(_split(array, plan) for array in (*result, *cotangents)), strict=True)
+    chunk_cotangents = zip(*(_split(array, plan) for array in cotangents), strict=True)
     chunks = _chunks(operands, received, layer, plan)
     gradients = [
-        local_attention.backward(chunk, (out, lse), (dout, dlse), layer, key_offset=-run.rows_before)
-        for chunk, run, (out, lse, dout, dlse) in zip(chunks, plan.key_runs, chunk_results, strict=True)
+        local_attention.backward(chunk, RowCotangents(*rows), layer, key_offset=-run.rows_before)
+        for chunk, run, rows in zip(chunks, plan.key_runs, chunk_cotangents, strict=True)
     ]
     return LocalGradients(
         dquery=_joined([chunk.dquery for chunk in gradients]),

@@ -16,6 +16,8 @@ from impl.kernels.interface import KernelConfig
 class Layer:
     """One layer on one mesh. data_axis and tensor_axis are None where the mesh lacks them.
 
+    ulysses_axis: the axis beside the context axis that the sequence lies on and heads are exchanged over, if any.
+
     kernel: name of the local kernel. kernel_config: the layer's mask and numerics, without a key_offset.
     The specs are typed Any: `jax.shard_map` wants them in the place of arrays, in trees of the arrays' own types.
     """
@@ -29,25 +31,31 @@ class Layer:
     context_axis: str
     data_axis: str | None
     tensor_axis: str | None
+    ulysses_axis: str | None = None
+    ulysses_parallelism: int = 1
+
+    @property
+    def _sequence_axes(self) -> str | tuple[str, str]:
+        return self.context_axis if self.ulysses_axis is None else (self.context_axis, self.ulysses_axis)
 
     @property
     def query_spec(self) -> Any:
         """Of query, out and their cotangents: [batch, seq, heads, dim]."""
-        return PartitionSpec(self.data_axis, self.context_axis, self.tensor_axis, None)
+        return PartitionSpec(self.data_axis, self._sequence_axes, self.tensor_axis, None)
 
     @property
     def key_spec(self) -> Any:
         """Of key and value; their heads are replicated where the tensor axis does not divide them."""
         tensor_axis = self.tensor_axis if self.heads.kv_sharded else None
-        return PartitionSpec(self.data_axis, self.context_axis, tensor_axis, None)
+        return PartitionSpec(self.data_axis, self._sequence_axes, tensor_axis, None)
 
     @property
     def lse_spec(self) -> Any:
-        return PartitionSpec(self.data_axis, self.context_axis, self.tensor_axis)
+        return PartitionSpec(self.data_axis, self._sequence_axes, self.tensor_axis)
 
     @property
     def segment_ids_spec(self) -> Any:
-        return PartitionSpec(self.data_axis, self.context_axis)
+        return PartitionSpec(self.data_axis, self._sequence_axes)
 
     @property
     def sinks_spec(self) -> Any:

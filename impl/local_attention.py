@@ -12,11 +12,11 @@ from jax import lax
 from jaxtyping import Array, Float, Int32
 
 from impl import heads
-from impl.kernels import xla
-from impl.kernels.interface import KernelOperands, LocalGradients, accumulation_dtype
+from impl.kernels import splash, xla
+from impl.kernels.interface import KernelOperands, LocalGradients, RowCotangents, accumulation_dtype
 from impl.layer import Layer
 
-KERNELS: dict[str, ModuleType] = {"xla": xla}
+KERNELS: dict[str, ModuleType] = {"xla": xla, "splash": splash}
 
 
 def forward(
@@ -29,14 +29,13 @@ def forward(
 
 def backward(
     operands: KernelOperands,
-    result: tuple[Array, Array],
-    cotangents: tuple[Array, Array],
+    cotangents: RowCotangents,
     layer: Layer,
     key_offset: int | None = None,
 ) -> LocalGradients:
-    """Gradients in the accumulation dtype, for `result` = (out, lse) of whole rows and their `cotangents`."""
+    """Gradients in the accumulation dtype."""
     config = replace(layer.kernel_config, key_offset=key_offset)
-    gradients = KERNELS[layer.kernel].backward(_expanded(operands, layer), *result, *cotangents, config)
+    gradients = KERNELS[layer.kernel].backward(_expanded(operands, layer), cotangents, config)
     if layer.heads.aligned:
         return gradients
     return gradients._replace(

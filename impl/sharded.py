@@ -1,64 +1,38 @@
 """What every strategy shares: the shard_map around it, the custom VJP around that, and the sums over mesh axes.
 
-A strategy is two functions of one rank's rows; here they become one differentiable function of global arrays. The VJP
-stands outside of shard_map, so the way home of every gradient is written down, in float32.
+A strategy is two functions of one rank's rows (strategy.py); here they become one differentiable function of global
+arrays. The VJP stands outside of shard_map, so the way home of every gradient is written down, in float32.
 Tested in tests/impl/test_strategies.py.
 """
 
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float
 
 from impl import heads
-from impl.kernels.interface import LocalGradients, accumulation_dtype
+from impl.head_exchange import with_head_exchange
+from impl.kernels.interface import LocalGradients, RowCotangents, accumulation_dtype
 from impl.layer import Layer
 from impl.local_attention import tensor_shard
+from impl.strategy import Operands, Received, Strategy
 
 RESIDUAL_NAMES = ("attention_out", "attention_lse", "attention_halo")
 """Checkpoint names of what the backward needs besides the inputs, for `jax.checkpoint_policies.save_only_these_names`.
 With the first two saved no kernel runs again; with all three nothing travels again either."""
 
 
-class Operands(NamedTuple):
-    """Global arrays of a layer, or one rank's shards of them. Absent inputs are None."""
-
-    query: Float[Array, "batch seq num_query_heads head_dim"]
-    key: Float[Array, "batch seq num_kv_heads head_dim"]
-    value: Float[Array, "batch seq num_kv_heads value_dim"]
-    segment_ids: Int32[Array, "batch seq"] | None
-    sinks: Float[Array, " num_query_heads"] | None
-
-
-class Received(NamedTuple):
-    """What a strategy keeps of the rows that it received, for its backward; nothing, unless it says otherwise."""
-
-    key: tuple[Float[Array, "batch halo_rows num_kv_heads head_dim"], ...] = ()
-    value: tuple[Float[Array, "batch halo_rows num_kv_heads value_dim"], ...] = ()
-    segment_ids: tuple[Int32[Array, "batch halo_rows"], ...] = ()
-
-
-class Strategy(NamedTuple):
-    """How K and V reach the query, as two functions of one rank's rows inside shard_map.
-
-    forward(operands, layer) -> (out, lse, received), out in the accumulation dtype.
-    backward(operands, received, result, cotangents, layer) -> LocalGradients for this rank's own rows, in the
-        accumulation dtype, everything that other ranks owe them included; dsinks is this rank's share.
-    """
-
-    forward: Callable[[Operands, Layer], tuple[Array, Array, Received]]
-    backward: Callable[[Operands, Received, tuple[Array, Array], tuple[Array, Array], Layer], LocalGradients]
-
-
 def sharded_attention(
     operands: Operands, strategy: Strategy, layer: Layer, mesh: Mesh
 ) -> tuple[Float[Array, "batch seq num_query_heads value_dim"], Float[Array, "batch seq num_query_heads"]]:
     """out (dtype and placement of query) and lse (accumulation dtype) of global arrays, differentiable in both."""
+    if layer.ulysses_axis is not None:
+        strategy = with_head_exchange(strategy, over="ulysses")
     return _attention(operands, strategy, layer, mesh)
 
 
@@ -80,7 +54,8 @@ def _attention_backward(strategy: Strategy, layer: Layer, mesh: Mesh, residuals,
     specs = _operand_specs(operands, layer)
 
     def rank_backward(operands: Operands, received: Received, result, cotangents) -> LocalGradients:
-        gradients = strategy.backward(_selected(operands, layer), received, result, cotangents, layer)
+        rows = _row_cotangents(result, cotangents)
+        gradients = strategy.backward(_selected(operands, layer), received, rows, layer)
         return _summed_over_mesh(gradients, operands, layer)
 
     result_specs = (layer.query_spec, layer.lse_spec)
@@ -112,6 +87,12 @@ def _forward(operands: Operands, strategy: Strategy, layer: Layer, mesh: Mesh) -
     )(operands)
 
 
+def _row_cotangents(result: tuple[Array, Array], cotangents: tuple[Array, Array]) -> RowCotangents:
+    (out, lse), (dout, dlse) = result, cotangents
+    delta = jnp.sum(dout.astype(lse.dtype) * out.astype(lse.dtype), axis=-1) - dlse
+    return RowCotangents(dout, lse, delta)
+
+
 def _operand_specs(operands: Operands, layer: Layer) -> Any:
     return Operands(
         layer.query_spec,
@@ -125,7 +106,9 @@ def _operand_specs(operands: Operands, layer: Layer) -> Any:
 def _received_specs(layer: Layer) -> Any:
     # What shards received differs along every axis, selected kv heads too: as global arrays the pieces lie side by side
     # along the context and the heads axis.
-    return Received(layer.query_spec, layer.query_spec, layer.segment_ids_spec)
+    return Received(
+        key=layer.query_spec, value=layer.query_spec, segment_ids=layer.segment_ids_spec, query=layer.query_spec
+    )
 
 
 def _selected(operands: Operands, layer: Layer) -> Operands:
@@ -140,7 +123,7 @@ def _summed_over_mesh(gradients: LocalGradients, operands: Operands, layer: Laye
     """Sums, unrounded, over the mesh axes along which an input is replicated; rounds once, to the inputs' dtypes."""
     dsinks = gradients.dsinks
     if operands.sinks is not None and dsinks is not None:
-        axes = tuple(axis for axis in (layer.data_axis, layer.context_axis) if axis is not None)
+        axes = tuple(axis for axis in (layer.data_axis, layer.context_axis, layer.ulysses_axis) if axis is not None)
         dsinks = lax.psum(dsinks, axes).astype(operands.sinks.dtype)
     return LocalGradients(
         gradients.dquery.astype(operands.query.dtype),

@@ -3,24 +3,25 @@
 Reads shapes, dtypes and mesh axes only, so it works on tracers. Tested in tests/impl/test_errors.py.
 """
 
+import math
 import numbers
 from typing import Any
 
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from impl.config import AttentionConfig
+from impl.config import AttentionConfig, ResolvedLayer
 
 INPUT_DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
 def check_call(
-    operands: dict[str, Any], mesh: Mesh, config: AttentionConfig, layout: str, padding_segment_id: int | None
+    operands: dict[str, Any], mesh: Mesh, config: AttentionConfig, layer: ResolvedLayer, padding_segment_id: int | None
 ) -> None:
     """Checks `operands` (query, key, value, segment_ids, sinks by name; the last two may be None) against the mesh.
 
     `ValueError` on: something that is no array, wrong ranks, shapes that do not belong together, unequal or
-    unsupported dtypes, head counts, batch or length that do not divide, a mesh without the context axis.
+    unsupported dtypes, head counts, batch or length that do not divide, a mesh without an axis that the layer needs.
     """
     check_mesh(mesh, config)
     for name, array in operands.items():
@@ -29,19 +30,24 @@ def check_call(
         if not hasattr(array, "shape") or not hasattr(array, "dtype"):
             raise ValueError(f"{name} must be an array, got {array!r}")
     _check_inputs(operands)
-    _check_heads(operands, _axis_size(mesh, config.tensor_axis))
-    _check_lengths(operands, mesh, config, layout)
+    _check_heads(operands, mesh, config, layer.strategy)
+    _check_lengths(operands, mesh, config, layer.layout)
     _check_segment_ids(operands, padding_segment_id)
     _check_sinks(operands)
 
 
 def check_mesh(mesh: Mesh, config: AttentionConfig) -> None:
-    """Checks that `mesh` is a mesh of devices and has the context axis."""
+    """Checks that `mesh` is a mesh of devices and has the axes that the sequence lies on."""
     if not isinstance(mesh, Mesh):
         raise ValueError(f"mesh must be a jax.sharding.Mesh, got {mesh!r}")
     if config.context_axis not in mesh.axis_names:
         raise ValueError(
             f"context_axis must be an axis of the mesh, got {config.context_axis!r}, the mesh has {mesh.axis_names}"
+        )
+    if config.context_parallel_strategy == "usp" and config.ulysses_axis not in mesh.axis_names:
+        raise ValueError(
+            f"ulysses_axis must be an axis of the mesh for 'usp', got {config.ulysses_axis!r}, "
+            f"the mesh has {mesh.axis_names}"
         )
 
 
@@ -71,13 +77,22 @@ def _check_inputs(operands: dict[str, Any]) -> None:
         raise ValueError(f"value must have batch, seq_len and num_kv_heads of key, {key[:3]}, got {value[:3]}")
 
 
-def _check_heads(operands: dict[str, Any], tensor_parallelism: int) -> None:
+def _check_heads(operands: dict[str, Any], mesh: Mesh, config: AttentionConfig, strategy: str) -> None:
+    tensor_parallelism = _axis_size(mesh, config.tensor_axis)
     num_query_heads, num_kv_heads = operands["query"].shape[2], operands["key"].shape[2]
     if num_query_heads % num_kv_heads:
         raise ValueError(f"num_query_heads must be a multiple of num_kv_heads {num_kv_heads}, got {num_query_heads}")
     if num_query_heads % tensor_parallelism:
         raise ValueError(
             f"num_query_heads must be a multiple of the tensor axis's size {tensor_parallelism}, got {num_query_heads}"
+        )
+    exchanging = {config.ulysses_axis} if config.context_parallel_strategy == "usp" else set()
+    exchanging |= {config.context_axis} if strategy == "ulysses" else set()
+    shards = tensor_parallelism * math.prod(mesh.shape[axis] for axis in exchanging)
+    if num_query_heads % shards:
+        raise ValueError(
+            f"num_query_heads must be a multiple of {shards}, the ranks that {' and '.join(sorted(exchanging))} "
+            f"(strategy {strategy!r}) and the tensor axis spread them over, got {num_query_heads}"
         )
 
 
@@ -88,6 +103,8 @@ def _check_lengths(operands: dict[str, Any], mesh: Mesh, config: AttentionConfig
         raise ValueError(f"batch must be a multiple of the data axis's size {data_parallelism}, got {batch}")
     context_parallelism = mesh.shape[config.context_axis]
     pieces = context_parallelism * (2 if layout == "dual_chunk_swap" else 1)
+    if config.context_parallel_strategy == "usp":
+        pieces = math.lcm(pieces, context_parallelism * mesh.shape[config.ulysses_axis])
     if seq_len % pieces:
         raise ValueError(
             f"seq_len must be a multiple of {pieces} ({layout} on {context_parallelism} ranks), got {seq_len}"

@@ -1,7 +1,7 @@
 """The signature that every local kernel shares: attention over one rank's rows, forward and backward.
 
 A kernel module exposes `forward(operands, config) -> (out, lse)` and
-`backward(operands, out, lse, dout, dlse, config) -> LocalGradients`. No collectives in here.
+`backward(operands, cotangents, config) -> LocalGradients`. No collectives in here.
 """
 
 from dataclasses import dataclass
@@ -28,6 +28,19 @@ class KernelOperands(NamedTuple):
     sinks: Float[Array, " num_query_heads"] | None = None
 
 
+class RowCotangents(NamedTuple):
+    """What a backward needs to know of each query row. All of it is about the whole row, of which a call may hold only
+    some keys: the gradients of a ring's steps add up.
+
+    delta: `Σ dout·out − dlse`, so that dlogits = p · (dout·v − delta) with p = exp(logits − lse); FlashAttention's D
+    (arXiv:2205.14135, section B.4), less the cotangent of lse. delta and lse are in the accumulation dtype.
+    """
+
+    dout: Float[Array, "batch query_rows num_query_heads value_dim"]
+    lse: Float[Array, "batch query_rows num_query_heads"]
+    delta: Float[Array, "batch query_rows num_query_heads"]
+
+
 class LocalGradients(NamedTuple):
     """Gradients of one kernel call, unrounded: in `accumulation_dtype`, for the caller to sum and then round once."""
 
@@ -44,6 +57,7 @@ class KernelConfig:
     window: (left, right), keys visible before and after the query, None = unbounded.
     key_offset: position of key row 0 minus position of query row 0, where queries and keys are contiguous runs of
         positions and this is known while tracing; None otherwise.
+    interpret: whether a Pallas kernel is interpreted, because the mesh is not of TPUs.
     """
 
     window: tuple[int | None, int | None]
@@ -51,6 +65,7 @@ class KernelConfig:
     attn_logits_soft_cap: float | None = None
     padding_segment_id: int | None = None
     key_offset: int | None = None
+    interpret: bool = False
 
 
 def accumulation_dtype(dtype: jnp.dtype) -> jnp.dtype:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
-from impl.kernels.interface import KernelConfig, KernelOperands, LocalGradients, accumulation_dtype
+from impl.kernels.interface import KernelConfig, KernelOperands, LocalGradients, RowCotangents, accumulation_dtype
 
 
 def forward(
@@ -34,48 +34,39 @@ def forward(
     return _query_major(out), _query_major(lse)
 
 
-def backward(
-    operands: KernelOperands,
-    out: Float[Array, "batch query_rows num_query_heads value_dim"],
-    lse: Float[Array, "batch query_rows num_query_heads"],
-    dout: Float[Array, "batch query_rows num_query_heads value_dim"],
-    dlse: Float[Array, "batch query_rows num_query_heads"],
-    config: KernelConfig,
-) -> LocalGradients:
-    """Gradients for cotangents of out and lse, given the forward's (rounded) out and its lse.
-
-    dlogits = p · (dout·v − delta + dlse) with delta = dout·out; `out` and `lse` may be those of a whole row of which
-    `operands` hold only some keys, so partial results of a ring have their gradients here too.
-    """
+def backward(operands: KernelOperands, cotangents: RowCotangents, config: KernelConfig) -> LocalGradients:
+    """Gradients in the accumulation dtype: dlogits = p · (dout·v − delta), through the soft cap and the scale."""
     batch, query_rows, num_query_heads, _ = operands.query.shape
     num_kv_heads = operands.key.shape[2]
     grouped = (batch, query_rows, num_kv_heads, num_query_heads // num_kv_heads)
-    dtype = accumulation_dtype(operands.query.dtype)
+    query = operands.query.reshape(*grouped, -1)
+    dout = cotangents.dout.reshape(*grouped, -1)
     visible = visible_keys(operands, config)[:, None, None]
-    logits = _logits(operands, config)
-    delta = jnp.sum(dout.astype(dtype) * out.astype(dtype), axis=-1)  # [batch, query, query_head]
-    row_cotangent = _head_major((dlse.astype(dtype) - delta).reshape(grouped))
-    row_lse = _head_major(lse.astype(dtype).reshape(grouped))
+    logits = _logits(operands, config)  # [batch, kv_head, group, query, key]
     # Only rows without any visible key have lse −inf; they have no probability to scale.
-    finite_lse = jnp.where(jnp.isneginf(row_lse), 0, row_lse)
-    probabilities = jnp.where(visible, jnp.exp(logits - finite_lse[..., None]), 0)
-    grouped_dout = dout.reshape(*grouped, -1)
-    dprobabilities = _einsum("bqngd,bknd->bngqk", grouped_dout, operands.value)
-    dlogits = jnp.where(visible, probabilities * (dprobabilities + row_cotangent[..., None]), 0)
+    lse = jnp.where(jnp.isneginf(cotangents.lse), 0, cotangents.lse)
+    probabilities = jnp.where(visible, jnp.exp(logits - _head_major(lse.reshape(grouped))[..., None]), 0)
+    dprobabilities = _einsum("bqngd,bknd->bngqk", dout, operands.value)
+    delta = _head_major(cotangents.delta.reshape(grouped))[..., None]
+    dlogits = jnp.where(visible, probabilities * (dprobabilities - delta), 0)
     dlogits = _through_soft_cap(dlogits, logits, config) * config.scale
-    dquery = _einsum("bngqk,bknd->bqngd", dlogits, operands.key).reshape(operands.query.shape)
-    grouped_query = operands.query.reshape(*grouped, -1)
-    dsinks = None
-    if operands.sinks is not None:
-        query_major_lse = _query_major(finite_lse)
-        sink_probabilities = jnp.exp(operands.sinks.astype(dtype) - query_major_lse)  # [batch, query, query_head]
-        dsinks = jnp.sum(sink_probabilities * (dlse.astype(dtype) - delta), axis=(0, 1))
     return LocalGradients(
-        dquery=dquery,
-        dkey=_einsum("bngqk,bqngd->bknd", dlogits, grouped_query),
-        dvalue=_einsum("bngqk,bqngd->bknd", probabilities, grouped_dout),
-        dsinks=dsinks,
+        dquery=_einsum("bngqk,bknd->bqngd", dlogits, operands.key).reshape(operands.query.shape),
+        dkey=_einsum("bngqk,bqngd->bknd", dlogits, query),
+        dvalue=_einsum("bngqk,bqngd->bknd", probabilities, dout),
+        dsinks=sink_gradient(operands.sinks, lse, cotangents.delta),
     )
+
+
+def sink_gradient(
+    sinks: Float[Array, " num_query_heads"] | None,
+    lse: Float[Array, "batch query_rows num_query_heads"],
+    delta: Float[Array, "batch query_rows num_query_heads"],
+) -> Float[Array, " num_query_heads"] | None:
+    """A sink is one more logit of every row, without a value: its dP is 0. None without sinks."""
+    if sinks is None:
+        return None
+    return -jnp.sum(jnp.exp(sinks.astype(lse.dtype) - lse) * delta, axis=(0, 1))
 
 
 def visible_keys(operands: KernelOperands, config: KernelConfig) -> Bool[Array, "batch_or_1 query_rows key_rows"]:

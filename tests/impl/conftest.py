@@ -31,10 +31,12 @@ class Case:
     """
 
     strategy: str = "halo"
+    global_strategy: str = ""
     layout: str = "contiguous"
     context: int = 4
     data: int = 1
     tensor: int = 1
+    ulysses: int = 1
     axes: tuple[str, ...] = ("data", "context", "tensor")
     axis_types: tuple[AxisType, ...] = (AxisType.Auto,) * 3
     batch: int = 2
@@ -57,8 +59,9 @@ class Case:
     def config(self) -> impl.AttentionConfig:
         is_global = self.attention_type is impl.AttentionType.GLOBAL
         return impl.AttentionConfig(
-            context_parallel_strategy=self.strategy if self.strategy != "halo" else "all_gather",
-            local_context_parallel_strategy="halo" if self.strategy == "halo" else "",
+            context_parallel_strategy=self.global_strategy
+            or ("all_gather" if self.strategy == "halo" else self.strategy),
+            local_context_parallel_strategy=self.strategy,
             context_parallel_load_balance=self.layout != "contiguous",
             context_parallel_reorder_strategy="dual_chunk_swap" if self.layout == "contiguous" else self.layout,
             window=None if is_global else self.window,
@@ -70,9 +73,10 @@ class Case:
     @property
     def mesh(self) -> Mesh:
         sizes = {"data": self.data, "context": self.context, "tensor": self.tensor, "expert": 2}
+        sizes["ulysses"] = self.ulysses
         shape = [sizes[axis] for axis in self.axes]
         devices = np.array(jax.devices()[: math.prod(shape)]).reshape(shape)
-        return Mesh(devices, self.axes, axis_types=self.axis_types[: len(self.axes)])
+        return Mesh(devices, self.axes, axis_types=(self.axis_types * 2)[: len(self.axes)])
 
     @property
     def padding_segment_id(self) -> int | None:
@@ -112,7 +116,8 @@ class Case:
             heads = None
         if name == "sinks":
             return jax.device_put(array, NamedSharding(self.mesh, PartitionSpec(heads)))
-        spec = PartitionSpec(axis["data"], axis["context"], *(() if array.ndim == 2 else (heads,)))
+        sequence = ("context", "ulysses") if "ulysses" in self.axes else axis["context"]
+        spec = PartitionSpec(axis["data"], sequence, *(() if array.ndim == 2 else (heads,)))
         in_layout = array[:, oracle.layout.permutation(self.layout, self.seq_len, self.context)]
         return jax.device_put(in_layout, NamedSharding(self.mesh, spec))
 

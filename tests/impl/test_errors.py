@@ -67,7 +67,10 @@ def test_the_call_that_the_other_tests_break_is_right() -> None:
         ({"scale": "1"}, "scale must be None or a finite number, got '1'"),
         ({"context_axis": "sequence"}, "context_axis must be an axis of the mesh, got 'sequence'"),
         ({"tensor_axis": None}, "tensor_axis must be the name of a mesh axis, got None"),
-        ({"data_axis": "context"}, "context_axis, data_axis and tensor_axis must differ"),
+        (
+            {"data_axis": "context"},
+            "context_axis, data_axis, tensor_axis, ulysses_axis must differ",
+        ),
     ],
     ids=lambda value: str(value)[:60] if isinstance(value, dict) else "",
 )
@@ -162,3 +165,33 @@ def test_an_empty_local_strategy_inherits_the_global_one() -> None:
     config = AttentionConfig(context_parallel_strategy="all_gather", sliding_window_size=4)
     resolved = impl.config.resolve(config, AttentionType.LOCAL_SLIDING)
     assert (resolved.strategy, resolved.window) == ("all_gather", (3, 0)), '"" inherits'
+
+
+@pytest.mark.parametrize(
+    ("fields", "dtype", "message"),
+    [
+        ({}, jnp.float64, "splash attention accumulates in float32, got float64 inputs"),
+        ({}, jnp.float16, "splash attention runs bfloat16 and float32 on TPU, got float16 inputs"),
+        ({"context_parallel_strategy": "ring", "context_parallel_load_balance": True}, jnp.float32, "a ring's keys"),
+    ],
+)
+def test_splash_declines_what_it_cannot_run(fields, dtype, message) -> None:
+    config = {"local_kernel": "splash", "context_parallel_reorder_strategy": "striped", **fields}
+    operands = {name: shape(2, 32, 4, 8, dtype=dtype) for name in ("query", "key", "value")}
+    with pytest.raises(ValueError, match=re.escape("local_kernel 'splash' cannot run this layer: ") + ".*" + message):
+        call(config=config, **operands)
+
+
+def test_usp_as_local_strategy_alone_is_refused() -> None:
+    with pytest.raises(ValueError, match="local_context_parallel_strategy must not be 'usp' unless"):
+        call(config={"local_context_parallel_strategy": "usp"})
+
+
+def test_usp_needs_its_axis() -> None:
+    with pytest.raises(ValueError, match="ulysses_axis must be an axis of the mesh for 'usp', got 'ulysses'"):
+        call(config={"context_parallel_strategy": "usp"})
+
+
+def test_ulysses_needs_query_heads_for_every_rank() -> None:
+    with pytest.raises(ValueError, match="num_query_heads must be a multiple of 8, the ranks that context"):
+        call(config={"context_parallel_strategy": "ulysses"})

@@ -10,7 +10,7 @@ from impl import AttentionType
 
 CHUNK = 6
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
-STRATEGIES = ("halo", "all_gather")
+STRATEGIES = ("halo", "all_gather", "ring", "ulysses")
 LAYOUTS = ("contiguous", "dual_chunk_swap")
 
 EDGES = (1, 2, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK - 1, 2 * CHUNK + 1)
@@ -45,9 +45,28 @@ def test_all_gather_is_exact_with_a_window(check_exact, layout, context, size) -
     )
 
 
-@pytest.mark.parametrize("layout", [*LAYOUTS, "striped"])
-def test_a_global_layer_sees_every_key_up_to_its_own(check_exact, layout) -> None:
-    check_exact(strategy="all_gather", layout=layout, attention_type=AttentionType.GLOBAL, window=(0, 0), sinks=True)
+@pytest.mark.parametrize("layout", ["dual_chunk_swap", "striped"])
+@pytest.mark.parametrize("strategy", ["all_gather", "ring", "ulysses"])
+def test_a_global_layer_sees_every_key_up_to_its_own(check_exact, strategy, layout) -> None:
+    check_exact(strategy=strategy, layout=layout, attention_type=AttentionType.GLOBAL, window=(0, 0), sinks=True)
+
+
+@pytest.mark.parametrize(
+    ("layout", "context", "window"),
+    [
+        ("contiguous", 1, (4, 0)),
+        ("contiguous", 4, (7, 0)),
+        ("contiguous", 4, (20, 0)),
+        ("dual_chunk_swap", 3, (0, 0)),
+        ("dual_chunk_swap", 4, (7, 0)),
+        ("dual_chunk_swap", 4, (3, 14)),
+        ("dual_chunk_swap", 5, (None, 0)),
+        ("striped", 4, (7, 0)),
+        ("striped", 3, (0, 1)),
+    ],
+)
+def test_ring_is_exact_with_a_window(check_exact, layout, context, window) -> None:
+    check_exact(strategy="ring", layout=layout, context=context, seq_len=8 * context, window=window, sinks=True)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -64,6 +83,8 @@ def test_all_features_together_are_exact(check_exact, strategy, layout) -> None:
         layout=layout,
         data=2,
         tensor=2,
+        num_query_heads=8,
+        num_kv_heads=4,
         documents=(13, 1, 10, 11, 13),
         padding=True,
         sinks=True,
@@ -73,7 +94,7 @@ def test_all_features_together_are_exact(check_exact, strategy, layout) -> None:
     )
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", ["halo", "ring"])
 @pytest.mark.parametrize(
     "feature",
     [
@@ -90,10 +111,19 @@ def test_each_feature_alone_is_exact(check_exact, strategy, feature) -> None:
     check_exact(strategy=strategy, layout="dual_chunk_swap", context=3, **feature)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(
-    ("num_query_heads", "num_kv_heads", "tensor"),
-    [(4, 4, 2), (4, 2, 4), (4, 1, 2), (6, 3, 2), (12, 6, 4), (10, 5, 2)],
+    ("strategy", "num_query_heads", "num_kv_heads", "tensor"),
+    [
+        ("halo", 4, 4, 2),
+        ("halo", 8, 2, 4),
+        ("halo", 4, 1, 2),
+        ("halo", 6, 3, 2),
+        ("halo", 12, 6, 4),
+        ("all_gather", 10, 5, 2),
+        ("ring", 12, 6, 4),
+        ("ulysses", 8, 2, 4),
+        ("ulysses", 24, 6, 4),
+    ],
 )
 def test_heads_sharded_over_tensor_are_exact(check_exact, strategy, num_query_heads, num_kv_heads, tensor) -> None:
     check_exact(
@@ -107,14 +137,15 @@ def test_heads_sharded_over_tensor_are_exact(check_exact, strategy, num_query_he
     )
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(
-    ("axes", "axis_types"),
+    ("strategy", "axes", "axis_types"),
     [
-        (("context", "tensor", "data"), (AUTO, AUTO, AUTO)),
-        (("tensor", "data", "context"), (EXPLICIT, EXPLICIT, EXPLICIT)),
-        (("data", "context", "tensor"), (EXPLICIT, AUTO, EXPLICIT)),
-        (("tensor", "context", "data"), (AUTO, EXPLICIT, AUTO)),
+        ("halo", ("context", "tensor", "data"), (AUTO, AUTO, AUTO)),
+        ("halo", ("tensor", "data", "context"), (EXPLICIT, EXPLICIT, EXPLICIT)),
+        ("halo", ("data", "context", "tensor"), (EXPLICIT, AUTO, EXPLICIT)),
+        ("all_gather", ("tensor", "context", "data"), (AUTO, EXPLICIT, AUTO)),
+        ("ring", ("context", "data", "tensor"), (EXPLICIT, EXPLICIT, EXPLICIT)),
+        ("ulysses", ("tensor", "data", "context"), (EXPLICIT, EXPLICIT, AUTO)),
     ],
 )
 def test_mesh_axes_may_stand_in_any_order_and_be_of_any_type(check_exact, strategy, axes, axis_types) -> None:
@@ -126,6 +157,7 @@ def test_mesh_axes_may_stand_in_any_order_and_be_of_any_type(check_exact, strate
         tensor=2,
         axes=axes,
         axis_types=axis_types,
+        num_query_heads=12,
         num_kv_heads=1,
         documents=(20, 28),
         sinks=True,
@@ -139,6 +171,59 @@ def test_data_and_tensor_axes_may_be_missing(check_exact, axes, axis_type) -> No
     check_exact(axes=axes, axis_types=(axis_type,) * 3, sinks=True, **size)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", ["halo", "ulysses"])
 def test_an_axis_that_the_layer_does_not_use_holds_replicas(check_exact, strategy) -> None:
     check_exact(strategy=strategy, context=2, data=2, axes=("data", "expert", "context"), seq_len=16, sinks=True)
+
+
+@pytest.mark.parametrize(
+    ("num_query_heads", "num_kv_heads", "context"),
+    [(4, 4, 4), (4, 2, 4), (4, 1, 4), (6, 3, 2), (12, 4, 3)],
+)
+def test_ulysses_sends_each_rank_the_kv_heads_it_reads(check_exact, num_query_heads, num_kv_heads, context) -> None:
+    heads = {"num_query_heads": num_query_heads, "num_kv_heads": num_kv_heads}
+    check_exact(strategy="ulysses", context=context, seq_len=24, window=(30, 0), sinks=True, **heads)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "layout"),
+    [
+        ("usp", "contiguous"),
+        ("usp", "dual_chunk_swap"),
+        ("halo", "contiguous"),
+        ("halo", "dual_chunk_swap"),
+        ("all_gather", "striped"),
+        ("ulysses", "dual_chunk_swap"),
+    ],
+)
+def test_every_local_strategy_is_exact_in_a_model_with_usp(check_exact, strategy, layout) -> None:
+    check_exact(
+        strategy=strategy,
+        global_strategy="usp",
+        layout=layout,
+        context=2,
+        ulysses=2,
+        tensor=2,
+        axes=("tensor", "context", "ulysses", "data"),
+        num_query_heads=8,
+        num_kv_heads=2,
+        seq_len=16,
+        window=(6, 0),
+        documents=(7, 9),
+        sinks=True,
+    )
+
+
+@pytest.mark.parametrize("axis_type", [AUTO, EXPLICIT])
+def test_usp_is_exact_in_a_global_layer(check_exact, axis_type) -> None:
+    check_exact(
+        strategy="usp",
+        layout="dual_chunk_swap",
+        attention_type=AttentionType.GLOBAL,
+        context=3,
+        ulysses=2,
+        axes=("data", "context", "ulysses"),
+        axis_types=(axis_type,) * 3,
+        num_kv_heads=1,
+        documents=(7, 41),
+    )

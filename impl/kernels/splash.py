@@ -1,0 +1,275 @@
+"""Local attention by JAX's Pallas splash attention: compiled on TPU, interpreted elsewhere. Signature: interface.py.
+
+Only its kernels are JAX's. Which blocks they visit is computed here, on the device, from positions: tracing time does not
+grow with the sequence, and a rank's offset may be traced. `unsupported` says what it declines.
+Tested in tests/impl/test_kernels.py.
+"""
+
+import contextlib
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash_kernel
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as mask_info
+from jaxtyping import Array, Bool, Float, Int32
+
+from impl.kernels.interface import KernelConfig, KernelOperands, LocalGradients, RowCotangents
+from impl.kernels.xla import sink_gradient
+
+LANES = 128
+LARGEST_BLOCK = 512
+"""Rows of a block of queries and of keys: of 256, 512, 1024 the fastest by libtpu's static schedule (head_dim 256)."""
+
+NO_ROW_LSE = 1e30
+"""Stands for the lse of rows without keys in the backward: makes every probability of the row exactly zero."""
+
+
+def unsupported(dtype: jnp.dtype, contiguous_keys: bool) -> str | None:
+    """Why splash attention cannot run a layer, or None. All sizes are taken: rows are padded to whole blocks."""
+    if dtype == jnp.float64:
+        return "splash attention accumulates in float32, got float64 inputs"
+    if dtype == jnp.float16:
+        return "splash attention runs bfloat16 and float32 on TPU, got float16 inputs"
+    if not contiguous_keys:
+        return "splash attention needs keys in position order; in the striped layout a ring's keys are not"
+    return None
+
+
+def forward(
+    operands: KernelOperands, config: KernelConfig
+) -> tuple[
+    Float[Array, "batch query_rows num_query_heads value_dim"], Float[Array, "batch query_rows num_query_heads"]
+]:
+    """out and lse in float32. out has been rounded to the inputs' dtype by the kernel, and so has the scaled query."""
+    call = _Call.of(operands, config)
+    band = call.band(operands, config)
+
+    def one_row(query: Array, key: Array, value: Array, ids: Any) -> tuple[Array, Array]:
+        out, (lse,) = splash_kernel._splash_attention_forward(
+            band.by_query,
+            query,
+            key,
+            value,
+            ids,
+            operands.sinks,
+            save_residuals=True,
+            block_sizes=splash_kernel.BlockSizes(block_q=call.query_block, block_kv=call.key_block),
+            residual_checkpoint_name=None,
+            mask_function=call.window,
+            **call.static,
+        )
+        return out, lse
+
+    with call.matmul_precision():
+        out, lse = jax.vmap(one_row)(*call.padded(operands, config), call.segment_ids(operands, config))
+    out, lse = (jnp.swapaxes(rows, 1, 2)[:, : call.query_rows] for rows in (out, lse))
+    # Splash masks with a large finite number: a row without keys averages all values and has an lse near that number.
+    empty = lse < call.static["mask_value"] / 2
+    out = jnp.where(empty[..., None], 0, out.astype(jnp.float32))
+    return out, jnp.where(empty, -jnp.inf, lse)
+
+
+def backward(operands: KernelOperands, cotangents: RowCotangents, config: KernelConfig) -> LocalGradients:
+    """Gradients in float32, which the kernels have rounded to the inputs' dtype, as they have p and dlogits before."""
+    call = _Call.of(operands, config)
+    band = call.band(operands, config)
+
+    def one_row(query: Array, key: Array, value: Array, ids: Any, *rows: Array) -> tuple[Array, Array, Array]:
+        shared = {"mask_function": call.window, **call.static, **_HEAD_DIM_MINOR}
+        inputs = (query, key, value, ids, None, *rows)
+        _, dkey, dvalue = splash_kernel._splash_attention_bwd_dkv(
+            *inputs,
+            bq=call.query_block,
+            bkv=call.key_block,
+            bkv_compute=call.key_block,
+            mask_info=band.by_key,
+            use_fused_bwd_kernel=False,
+            **shared,
+        )
+        dquery = splash_kernel._splash_attention_bwd_dq(
+            *inputs, bq=call.query_block, bkv=call.key_block, mask_info=band.by_query, **shared
+        )
+        return dquery, dkey, dvalue
+
+    lse = jnp.where(jnp.isneginf(cotangents.lse), NO_ROW_LSE, cotangents.lse)
+    rows = (
+        _head_major(lse, call.padded_queries, fill=NO_ROW_LSE),
+        _head_major(cotangents.dout, call.padded_queries),
+        _head_major(cotangents.delta, call.padded_queries),
+    )
+    with call.matmul_precision():
+        gradients = jax.vmap(one_row)(*call.padded(operands, config), call.segment_ids(operands, config), *rows)
+    dquery, dkey, dvalue = (jnp.swapaxes(gradient, 1, 2).astype(jnp.float32) for gradient in gradients)
+    return LocalGradients(
+        dquery=dquery[:, : call.query_rows] * config.scale,
+        dkey=dkey[:, : call.key_rows],
+        dvalue=dvalue[:, : call.key_rows],
+        dsinks=sink_gradient(operands.sinks, lse, cotangents.delta),
+    )
+
+
+_HEAD_DIM_MINOR = dict.fromkeys(("q_layout", "k_layout", "v_layout"), splash_kernel.QKVLayout.HEAD_DIM_MINOR)
+
+
+@dataclass(frozen=True)
+class _Window:
+    """The mask function that splash evaluates in the kernel: indices count rows of the key run."""
+
+    left: int | None
+    right: int | None
+
+    def __call__(self, query: Array, key: Array) -> Bool[Array, "..."]:
+        visible = jnp.ones(jnp.broadcast_shapes(query.shape, key.shape), jnp.bool_)
+        if self.left is not None:
+            visible &= key >= query - self.left
+        if self.right is not None:
+            visible &= key <= query + self.right
+        return visible
+
+
+@dataclass(frozen=True)
+class _Band:
+    """Which blocks the kernels visit: for each block of queries its key blocks, and the other way round."""
+
+    by_query: Any
+    by_key: Any
+
+
+@dataclass(frozen=True)
+class _Call:
+    """The static shape of a call: rows, and rows padded to whole blocks."""
+
+    query_rows: int
+    key_rows: int
+    query_block: int
+    key_block: int
+    dtype: Any
+    window: _Window
+    static: dict[str, Any]
+
+    @classmethod
+    def of(cls, operands: KernelOperands, config: KernelConfig) -> "_Call":
+        query_rows, key_rows = operands.query.shape[1], operands.key.shape[1]
+        static = {
+            "mask_value": splash_kernel.DEFAULT_MASK_VALUE,
+            "is_mqa": False,
+            "attn_logits_soft_cap": config.attn_logits_soft_cap,
+            "interpret": config.interpret,
+        }
+        query_block, key_block = (min(_whole(rows, LANES), LARGEST_BLOCK) for rows in (query_rows, key_rows))
+        window = _Window(*config.window)
+        return cls(query_rows, key_rows, query_block, key_block, operands.query.dtype, window, static)
+
+    @property
+    def padded_queries(self) -> int:
+        return _whole(self.query_rows, self.query_block)
+
+    @property
+    def padded_keys(self) -> int:
+        return _whole(self.key_rows, self.key_block)
+
+    def matmul_precision(self) -> contextlib.AbstractContextManager:
+        """float32 inputs are multiplied as float32: by default a TPU rounds them to bfloat16."""
+        return jax.default_matmul_precision("highest") if self.dtype == jnp.float32 else contextlib.nullcontext()
+
+    def padded(self, operands: KernelOperands, config: KernelConfig) -> tuple[Array, Array, Array]:
+        """[batch, heads, padded rows, dim]; splash knows no scale, so the query carries it."""
+        scaled = (operands.query.astype(jnp.float32) * config.scale).astype(operands.query.dtype)
+        return (
+            _head_major(scaled, self.padded_queries),
+            _head_major(operands.key, self.padded_keys),
+            _head_major(operands.value, self.padded_keys),
+        )
+
+    def segment_ids(self, operands: KernelOperands, config: KernelConfig) -> Any:
+        """Ids that also hide what the window cannot: rows outside the sequence, padding tokens, padding to blocks."""
+        queries, keys = operands.query_segment_ids, operands.key_segment_ids
+        if queries is None or keys is None:
+            queries = jnp.zeros((operands.query.shape[0], self.query_rows), jnp.int32)
+            keys = jnp.zeros((operands.key.shape[0], self.key_rows), jnp.int32)
+        hidden = jnp.broadcast_to(operands.key_positions < 0, keys.shape)
+        if config.padding_segment_id is not None:
+            hidden |= keys == config.padding_segment_id
+        unused = jax.vmap(_unused_id)(queries)[:, None]
+        keys = jnp.where(hidden, unused, keys)
+        keys = jnp.concatenate(
+            [keys, jnp.broadcast_to(unused, (keys.shape[0], self.padded_keys - self.key_rows))], axis=1
+        )
+        queries = jnp.pad(queries, ((0, 0), (0, self.padded_queries - self.query_rows)))
+        return splash_kernel.SegmentIds(queries, keys)
+
+    def band(self, operands: KernelOperands, config: KernelConfig) -> _Band:
+        """Block visits from positions. With a `key_offset` both runs are contiguous and the grid is as narrow as the
+        band; otherwise it spans all blocks, and those that nobody sees are skipped without being fetched."""
+        if config.key_offset is None:
+            first_key = operands.key_positions[0]
+        else:
+            first_key = operands.query_positions[0] + config.key_offset
+        # The positions of queries as indices into the key run; those of rows padded on continue the run.
+        queries = jnp.pad(operands.query_positions - first_key, (0, self.padded_queries - self.query_rows), mode="edge")
+        by_block = queries.reshape(-1, self.query_block)
+        lowest, highest = by_block.min(axis=1), by_block.max(axis=1)
+        left, right = self.window.left, self.window.right
+        first = jnp.zeros_like(lowest) if left is None else lowest - left
+        last = jnp.full_like(highest, self.padded_keys - 1) if right is None else highest + right
+        visits = _block_visits(first, last, self.key_block, self.padded_keys // self.key_block)
+        return _Band(
+            by_query=_visited_by_row(visits, self._width(config, self.query_block, self.key_block), queries),
+            by_key=_visited_by_row(visits.T, self._width(config, self.key_block, self.query_block), queries, True),
+        )
+
+    def _width(self, config: KernelConfig, row_block: int, column_block: int) -> int | None:
+        """The most blocks of `column_block` that one block of `row_block` meets, where that is known while tracing."""
+        left, right = config.window
+        if config.key_offset is None or left is None or right is None:
+            return None
+        return (row_block - 1 + left + right) // column_block + 2
+
+
+def _block_visits(
+    first: Int32[Array, " query_blocks"], last: Int32[Array, " query_blocks"], key_block: int, key_blocks: int
+) -> Bool[Array, "query_blocks key_blocks"]:
+    start = jnp.arange(key_blocks, dtype=jnp.int32) * key_block
+    return (start[None] <= last[:, None]) & (start[None] + key_block > first[:, None])
+
+
+def _visited_by_row(
+    visits: Bool[Array, "rows columns"], width: int | None, q_sequence: Any, by_key: bool = False
+) -> mask_info.MaskInfo:
+    """Splash's description of visits: for each row the columns to fetch, in order, and whether to compute on them.
+
+    A step that computes nothing repeats a column that is fetched anyway. The kernel that runs over keys wants its
+    tables transposed.
+    """
+    rows, columns = visits.shape
+    width = columns if width is None else min(width, columns)
+    step = jnp.arange(width, dtype=jnp.int32)[None]
+    first = jnp.argmax(visits, axis=1).astype(jnp.int32)[:, None]  # 0 for a row that meets nobody
+    count = jnp.sum(visits, axis=1, dtype=jnp.int32)[:, None]
+    fetch = jnp.clip(first + jnp.minimum(step, jnp.maximum(count - 1, 0)), 0, columns - 1)
+    compute = jnp.broadcast_to(step < count, (rows, width)).astype(jnp.int32)
+    tables = (fetch.T, compute.T) if by_key else (fetch, compute)
+    fetch, compute = (table[None] for table in tables)
+    return mask_info.MaskInfo(fetch, None, compute, None, q_sequence)
+
+
+def _unused_id(ids: Int32[Array, " rows"]) -> Int32[Array, ""]:
+    """An id that occurs nowhere in `ids`: the successor of one whose successor is not there, around int32's end."""
+    ordered = jnp.sort(ids)
+    following = jnp.roll(ordered, -1)
+    is_free = (following != ordered) & (following != ordered + 1)
+    is_free = is_free.at[-1].set(ordered[0] != ordered[-1] + 1)
+    return ordered[jnp.argmax(is_free)] + 1
+
+
+def _head_major(rows: Array, padded_rows: int, fill: float = 0) -> Array:
+    """[batch, rows, heads, …] → [batch, heads, padded rows, …]."""
+    padding = [(0, 0)] * rows.ndim
+    padding[2] = (0, padded_rows - rows.shape[1])
+    return jnp.pad(jnp.swapaxes(rows, 1, 2), padding, constant_values=fill)
+
+
+def _whole(rows: int, block: int) -> int:
+    return -(-rows // block) * block
