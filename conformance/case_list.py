@@ -19,7 +19,7 @@ from conformance.value_kinds import STREAMS
 
 # Strength of the covering list, and the number of cases where the user names none.
 STRENGTH = {"quick": 2, "ci": 3}
-EXAMPLES = {"quick": 310, "ci": 1600}
+EXAMPLES = {"quick": 280, "ci": 1600}
 
 # Further cases look where mistakes live and where a program is cheap to compile: windows over chunks, a few hops.
 # A level stands here as often as it is to be drawn; features that are not named draw each of their levels alike.

@@ -26,6 +26,7 @@ def print_run(run: Run, console: Console) -> None:
     verdicts = [verdict_of(target, run) for target in run.targets]
     if verdicts:
         console.print(_table(verdicts))
+        console.print("a cell: how many cases, and the largest error as a share of its allowance (above 1: a finding)")
     for target, verdict in zip(run.targets, verdicts, strict=True):
         _print_remarks(verdict, console)
         for finding, occurrences in verdict.findings:
@@ -73,10 +74,11 @@ def _table(verdicts: list[TargetVerdict]) -> Table:
 def _cell_text(cell: Cell) -> Text:
     text = Text(cell.status, _STYLES.get(cell.status, "dim"))
     if cell.findings:
-        text.append(f" in {cell.findings} of {cell.cases}", "default")
+        text.append(f" {cell.findings} of {cell.cases}", "default")
     elif cell.cases:
-        share = f", share <= {cell.largest_share:.2f}" if cell.check != "contract" else ""
-        text.append(f" on {cell.cases}{share}", "default")
+        text.append(f" {cell.cases}", "default")
+    if cell.largest_share is not None and cell.check != "contract":
+        text.append(f", {cell.largest_share:.3g}", "default")
     return text
 
 

