@@ -57,7 +57,7 @@ def _gathered(operands: Operands, layer: Layer) -> KernelOperands:
 
 
 def _gather(rows: Array, layer: Layer) -> Array:
-    """[batch, rows of this rank, …] → [batch, rows of all ranks, …], in position order: kernels then can skip blocks."""
+    """[batch, rows of this rank, …] → [batch, rows of all ranks, …] in position order: kernels can then skip blocks."""
     gathered = lax.all_gather(rows, layer.context_axis, axis=1, tiled=True)
     return layouts.restore(gathered, axis=1, layout=layer.layout, context_parallelism=layer.context_parallelism)
 

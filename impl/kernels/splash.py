@@ -1,11 +1,12 @@
 """Local attention by JAX's Pallas splash attention: compiled on TPU, interpreted elsewhere. Signature: interface.py.
 
-Only its kernels are JAX's. Which blocks they visit is computed here, on the device, from positions: tracing time does not
-grow with the sequence, and a rank's offset may be traced. `unsupported` says what it declines.
+Only its kernels are JAX's. Which blocks they visit is computed here, on the device, from positions: tracing time does
+not grow with the sequence, and a rank's offset may be traced. `unsupported` says what it declines.
 Tested in tests/impl/test_kernels.py.
 """
 
 import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,7 +63,7 @@ def forward(
         )
         return out, lse
 
-    with call.matmul_precision():
+    with call.numerics():
         out, lse = jax.vmap(one_row)(*call.padded(operands, config), call.segment_ids(operands, config))
     out, lse = (jnp.swapaxes(rows, 1, 2)[:, : call.query_rows] for rows in (out, lse))
     # Splash masks with a large finite number: a row without keys averages all values and has an lse near that number.
@@ -99,7 +100,7 @@ def backward(operands: KernelOperands, cotangents: RowCotangents, config: Kernel
         _head_major(cotangents.dout, call.padded_queries),
         _head_major(cotangents.delta, call.padded_queries),
     )
-    with call.matmul_precision():
+    with call.numerics():
         gradients = jax.vmap(one_row)(*call.padded(operands, config), call.segment_ids(operands, config), *rows)
     dquery, dkey, dvalue = (jnp.swapaxes(gradient, 1, 2).astype(jnp.float32) for gradient in gradients)
     return LocalGradients(
@@ -170,9 +171,12 @@ class _Call:
     def padded_keys(self) -> int:
         return _whole(self.key_rows, self.key_block)
 
-    def matmul_precision(self) -> contextlib.AbstractContextManager:
-        """float32 inputs are multiplied as float32: by default a TPU rounds them to bfloat16."""
-        return jax.default_matmul_precision("highest") if self.dtype == jnp.float32 else contextlib.nullcontext()
+    @contextlib.contextmanager
+    def numerics(self) -> Iterator[None]:
+        """float32 inputs are multiplied as float32, where a TPU's default would round them to bfloat16; and block
+        indices are int32 even where a program enables 64 bits, since splash mixes them with constants."""
+        with jax.enable_x64(False), jax.default_matmul_precision("highest" if self.dtype == jnp.float32 else None):
+            yield
 
     def padded(self, operands: KernelOperands, config: KernelConfig) -> tuple[Array, Array, Array]:
         """[batch, heads, padded rows, dim]; splash knows no scale, so the query carries it."""

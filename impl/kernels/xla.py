@@ -9,6 +9,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from impl.kernels.interface import KernelConfig, KernelOperands, LocalGradients, RowCotangents, accumulation_dtype
+from impl.kernels.query_blocks import backward_by_blocks, forward_by_blocks
 
 
 def forward(
@@ -17,6 +18,15 @@ def forward(
     Float[Array, "batch query_rows num_query_heads value_dim"], Float[Array, "batch query_rows num_query_heads"]
 ]:
     """out and lse, both in the accumulation dtype. A row that sees no key: out 0, lse −inf (or its sink)."""
+    return forward_by_blocks(_forward_whole, operands, config)
+
+
+def backward(operands: KernelOperands, cotangents: RowCotangents, config: KernelConfig) -> LocalGradients:
+    """Gradients in the accumulation dtype: dlogits = p · (dout·v − delta), through the soft cap and the scale."""
+    return backward_by_blocks(_backward_whole, operands, cotangents, config)
+
+
+def _forward_whole(operands: KernelOperands, config: KernelConfig) -> tuple[Array, Array]:
     visible = visible_keys(operands, config)[:, None, None]
     logits = jnp.where(visible, _logits(operands, config), -jnp.inf)  # [batch, kv_head, group, query, key]
     sinks = _sinks(operands, logits.dtype)
@@ -34,8 +44,7 @@ def forward(
     return _query_major(out), _query_major(lse)
 
 
-def backward(operands: KernelOperands, cotangents: RowCotangents, config: KernelConfig) -> LocalGradients:
-    """Gradients in the accumulation dtype: dlogits = p · (dout·v − delta), through the soft cap and the scale."""
+def _backward_whole(operands: KernelOperands, cotangents: RowCotangents, config: KernelConfig) -> LocalGradients:
     batch, query_rows, num_query_heads, _ = operands.query.shape
     num_kv_heads = operands.key.shape[2]
     grouped = (batch, query_rows, num_kv_heads, num_query_heads // num_kv_heads)
