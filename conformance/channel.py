@@ -83,6 +83,8 @@ class Channel:
 
     def _read_array(self, dtype_name: str, shape: list[int]) -> np.ndarray:
         dtype = np.dtype(dtype_name)
+        if any(length < 0 for length in shape):
+            raise ValueError(f"a shape of {shape}")
         size = math.prod(shape) * dtype.itemsize
         return np.frombuffer(self._read(size), dtype).reshape(shape)
 
