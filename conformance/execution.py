@@ -76,8 +76,11 @@ def _execute_supported(setting: _Setting, case: Case, report: Report) -> tuple[N
     try:
         compiled = jax.jit(lambda arrays: _forward_and_gradients(setting, arrays)).lower(draws[0]).compile()
     except Exception as error:  # noqa: BLE001  # see above
-        return _forward_alone(setting, draws, error, report)
-    return _run(setting, compiled, draws, report)
+        failed = error
+    else:
+        return _run(setting, compiled, draws, report)
+    # Outside of the except clause: what the forward raises again is no consequence of our having caught it.
+    return _forward_alone(setting, draws, failed, report)
 
 
 def _forward_alone(
