@@ -1,0 +1,95 @@
+"""What the tests of the harness share: where the adapters are, small cases of the list, evidence with right answers.
+
+May touch: conformance and the oracle; JAX never, so that a test of plain data starts at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from conformance.answers import answer_for
+from conformance.case_list import case_list
+from conformance.evidence import Evidence
+from conformance.finding import Finding
+from conformance.problem import Case
+from conformance.session import expected_names
+from conformance.target import TargetDescription
+
+_ADAPTERS = Path(__file__).parent / "adapters"
+
+
+@pytest.fixture
+def adapter() -> Callable[[str], str]:
+    """From "file:attribute" to the spec of an adapter of this folder."""
+
+    def spec(name: str) -> str:
+        file, _, attribute = name.partition(":")
+        return f"{_ADAPTERS / file}.py:{attribute}"
+
+    return spec
+
+
+@pytest.fixture
+def small_cases() -> Callable[..., tuple[Case, ...]]:
+    """The first `count` cases of the quick list that satisfy a condition, among those that cost little."""
+
+    def first(count: int, condition: Callable[[Case], bool] = lambda case: True) -> tuple[Case, ...]:
+        cheap = (
+            case
+            for case in case_list("quick", 0, 0)
+            if case.problem.seq_len * case.problem.batch <= 128 and case.problem.num_devices <= 8 and condition(case)
+        )
+        taken = tuple(case for case, _ in zip(cheap, range(count), strict=False))
+        assert len(taken) == count, f"the quick list holds {len(taken)} such cases, {count} are needed"
+        return taken
+
+    return first
+
+
+@pytest.fixture
+def right_evidence() -> Callable[..., Evidence]:
+    """The evidence of a target that gives the reference itself; `changed` arrays take the place of some of them."""
+
+    def build(
+        case: Case, changed: Mapping[str, np.ndarray] | None = None, message: Mapping[str, Any] | None = None, **of: Any
+    ) -> Evidence:
+        description = dataclasses.replace(TargetDescription("module:target", "target"), **of)
+        empty = Evidence(description, case, {}, {})
+        arrays = {name: _answered(empty, name) for name in expected_names(empty)}
+        return Evidence(description, case, message or {"misplaced": {}}, arrays | dict(changed or {}))
+
+    return build
+
+
+def _answered(evidence: Evidence, name: str) -> np.ndarray:
+    """The reference of one array, in layout order and float64."""
+    draw, call, tensor = name.split("/")
+    reference = answer_for(evidence.target, evidence.case, int(draw), call).reference[tensor.removesuffix(" of vjp")]
+    return reference if reference.ndim < 3 else reference[:, evidence.case.problem.positions()]
+
+
+@pytest.fixture
+def finding() -> Callable[..., Finding]:
+    """A finding like any other, with some fields changed."""
+    plain = Finding(
+        target="target",
+        check="output",
+        tensor="out",
+        signature="exceeds its allowance",
+        case="v=1 seq_len=4 sliding_window_size=2",
+        reading="out exceeds its allowance: at batch row 0, position 3",
+        draw=0,
+        rank=1,
+        index=(0, 3, 1, 2),
+        expected=1.0,
+        got=2.0,
+        allowance=0.5,
+        share=2.0,
+    )
+    return lambda **changes: dataclasses.replace(plain, **changes)
