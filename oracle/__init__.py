@@ -4,7 +4,7 @@
 `layout` and `mask` where positions lie and who sees whom. Imports no JAX, and nothing of `impl` or `conformance`.
 """
 
-from oracle import budget, layout, mask
+from oracle import banded, budget, layout, mask
 from oracle.arguments import AttentionOptions, Window
 from oracle.dense import AttentionGradients, AttentionResult, attention, attention_vjp
 
@@ -15,6 +15,7 @@ __all__ = [
     "Window",
     "attention",
     "attention_vjp",
+    "banded",
     "budget",
     "layout",
     "mask",

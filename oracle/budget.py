@@ -9,10 +9,10 @@ from typing import Any, NamedTuple, Unpack
 import numpy as np
 from jaxtyping import Float64
 
-from oracle import tiles
-from oracle.arguments import Arguments, AttentionOptions, Cotangents, validated, validated_cotangents
-from oracle.dense import forward_block, vjp_block
-from oracle.error_terms import Numerics, SolvedBlock, Terms, allowance, block_terms, summed_over_group
+from oracle import banded, tiles
+from oracle.arguments import Arguments, AttentionOptions, validated, validated_cotangents
+from oracle.dense import SolvedBlock
+from oracle.error_terms import Numerics, Terms, allowance, block_terms, summed_over_group
 from oracle.precision import Precision
 from oracle.rounding import Roundings
 
@@ -108,7 +108,7 @@ def answer_with_allowances(
     numerics = Numerics(precision, structured_values, _visible_keys(arguments), rows=arguments.is_token.size)
     answer, worst, squares, sizes = (tiles.zeros(arguments) for _ in range(4))
     for tile in tiles.tiles_of(arguments):
-        solved = _solved(tile, cotangents)
+        solved = banded.solved(tile, cotangents)
         terms = block_terms(solved, numerics)
         tiles.add(answer, tile, _answers(solved))
         tiles.add(worst, tile, tiles.PerTensor(*(term.worst for term in terms)))
@@ -132,13 +132,6 @@ def _visible_keys(arguments: Arguments) -> int:
     seq_len = arguments.query.shape[1]
     left, right = (seq_len if bound is None else bound for bound in arguments.window)
     return min(seq_len, left + right + 1)
-
-
-def _solved(tile: tiles.Tile, cotangents: Cotangents) -> SolvedBlock:
-    dout = cotangents.dout[tile.row, tile.queries, tile.heads].swapaxes(0, 1)
-    dlse = cotangents.dlse[tile.row, tile.queries, tile.heads].T
-    forward = forward_block(tile.block)
-    return SolvedBlock(tile.block, dout, dlse, forward, vjp_block(tile.block, forward, dout, dlse))
 
 
 def _answers(solved: SolvedBlock) -> tiles.PerTensor:

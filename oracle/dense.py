@@ -123,6 +123,16 @@ class BlockGradients(NamedTuple):
     dsinks: Float64[np.ndarray, " group"]
 
 
+class SolvedBlock(NamedTuple):
+    """A block with its cotangents and its answers."""
+
+    block: Block
+    dout: Float64[np.ndarray, "group query value_dim"]
+    dlse: Float64[np.ndarray, "group query"]
+    forward: BlockForward
+    gradients: BlockGradients
+
+
 def forward_block(block: Block) -> BlockForward:
     """Attention of a block's query rows (docs/semantics.md, 1 to 5)."""
     logits, slope = soft_capped(block.scale * (block.query @ block.key.T), block.attn_logits_soft_cap)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float64
 
-from oracle.dense import Block, BlockForward, BlockGradients
+from oracle.dense import Block, BlockForward, SolvedBlock
 from oracle.precision import Precision
 from oracle.rounding import Roundings, sum_roundoffs
 
@@ -55,16 +55,6 @@ class BlockTerms(NamedTuple):
     dkey: Terms  # [group, key, head_dim]
     dvalue: Terms  # [group, key, value_dim]
     dsinks: Terms  # [group]
-
-
-class SolvedBlock(NamedTuple):
-    """A block with its cotangents and its answers."""
-
-    block: Block
-    dout: Float64[np.ndarray, "group query value_dim"]
-    dlse: Float64[np.ndarray, "group query"]
-    forward: BlockForward
-    gradients: BlockGradients
 
 
 def block_terms(solved: SolvedBlock, numerics: Numerics) -> BlockTerms:
