@@ -1,0 +1,221 @@
+"""From a run to its verdict and exit status: silence is never a pass, and every reason to doubt is said."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from conformance.case_text import format_case, parse_case
+from conformance.checks import CHECKS
+from conformance.devices import Devices
+from conformance.finding import Finding
+from conformance.problem import Case
+from conformance.report.verdict import exit_status, verdict_of
+from conformance.runner import Plan, Run, TargetRun
+from conformance.session import CONFORMS, DECLINED, FINDING, INCONCLUSIVE, CaseResult
+from conformance.target import TargetDescription
+
+_PLAIN = parse_case("v=1 seq_len=8 sliding_window_size=3")
+_SINKS = parse_case("v=1 seq_len=8 sliding_window_size=3 sinks=true")
+_SHARED = parse_case("v=1 seq_len=8 sliding_window_size=3 shared_kv=true")
+_WITHOUT_LSE = (("contract", "call"), ("output", "out"), ("gradients", "dquery"), ("gradients", "dkey"))
+
+
+def _passed(case: Case, share: float = 0.25, lse: bool = False) -> CaseResult:
+    names = [*_WITHOUT_LSE]
+    names += [] if case.problem.shared_kv else [("gradients", "dvalue")]
+    names += [("gradients", "dsinks")] if case.problem.sinks else []
+    names += [("residuals", "lse")] if lse else []
+    return CaseResult(case, CONFORMS, shares=dict.fromkeys(names, share))
+
+
+def _failed(case: Case, finding: Finding) -> CaseResult:
+    return CaseResult(case, FINDING, (finding,), _passed(case, 3.0).shares)
+
+
+def _declined(case: Case, reason: str = "no sinks") -> CaseResult:
+    return CaseResult(case, DECLINED, reason=reason)
+
+
+def _run(*results: CaseResult, planned: int | None = None, **options: Any) -> Run:
+    """A run of one target on as many cases as there are results, or on `planned` covering ones."""
+    count = len(results) if planned is None else planned
+    covering = tuple(_PLAIN.replace(seed=seed) for seed in range(count))
+    checks = options.pop("check_names", tuple(CHECKS))
+    interrupted = options.pop("interrupted", False)
+    target = TargetRun(TargetDescription("m:t", "target", **options), list(results))
+    for result in results:
+        target.smallest |= {finding.id: finding for finding in result.findings}
+    return Run(Plan(("m:t",), covering, (), Devices("cpu", 8), checks), [target], interrupted)
+
+
+def _status(run: Run) -> tuple[str, int]:
+    return verdict_of(run.targets[0], run).status, exit_status(run)
+
+
+def _remarks(run: Run) -> str:
+    return "\n".join(verdict_of(run.targets[0], run).remarks)
+
+
+def _cell(run: Run, tensor: str) -> tuple[str, int, int, float | None]:
+    cell = next(cell for cell in verdict_of(run.targets[0], run).cells if cell.tensor == tensor)
+    return cell.status, cell.cases, cell.findings, cell.largest_share
+
+
+def test_a_target_that_passed_every_case_conforms() -> None:
+    run = _run(_passed(_SINKS, 0.25), _passed(_PLAIN, 0.5))
+    assert _status(run) == (CONFORMS, 0), "nothing is left open"
+    assert _remarks(run) == "", "nothing to add"
+    assert _cell(run, "out") == (CONFORMS, 2, 0, 0.5), "on two cases, the larger share"
+    assert _cell(run, "dsinks") == (CONFORMS, 1, 0, 0.25), "on the one that has sinks"
+    assert _cell(run, "lse")[0] == "not tried", "it returns none, and none is claimed"
+
+
+def test_one_finding_among_passes_is_a_finding(finding: Callable[..., Finding]) -> None:
+    run = _run(_passed(_SINKS), _failed(_SINKS, finding()), _passed(_SINKS))
+    assert _status(run) == (FINDING, 1), "one is enough"
+    assert _cell(run, "out") == (FINDING, 3, 1, 3.0), "in 1 of 3"
+    assert _cell(run, "dkey")[0] == CONFORMS, "the other tensors as they are"
+
+
+def test_a_finding_that_was_not_yet_told_still_counts(finding: Callable[..., Finding]) -> None:
+    run = _run(_failed(_SINKS, finding()))
+    run.targets[0].smallest.clear()  # an interrupt between the result and its bookkeeping
+    assert _status(run) == (FINDING, 1), "the results decide"
+
+
+def test_a_finding_counts_the_cases_of_the_kinds_that_it_explains(finding: Callable[..., Finding]) -> None:
+    narrow = finding(signature="exceeds its allowance, on data draw 1 only")
+    run = _run(_failed(_SINKS, finding()), _failed(_SINKS, narrow), _passed(_SINKS))
+    run.targets[0].smallest = {finding().id: finding()}
+    assert [(found.signature, count) for found, count in verdict_of(run.targets[0], run).findings] == [
+        ("exceeds its allowance", 2)
+    ], "both cases show it"
+
+
+@pytest.mark.parametrize(
+    ("run", "remark"),
+    [
+        (_run(planned=0), "nothing ran: no verdict"),
+        (_run(planned=3), "nothing ran: no verdict"),
+        (_run(_declined(_SINKS), _declined(_PLAIN)), "declined every case: no verdict"),
+        (_run(_passed(_SINKS), planned=2), "the covering list is unfinished: 1 of 2 cases"),
+        (
+            _run(_passed(_SINKS), CaseResult(_SINKS, INCONCLUSIVE, shares=_passed(_SINKS).shares, reason="lost")),
+            "1 cases were lost once and passed when run again alone",
+        ),
+        (_run(CaseResult(_SINKS, CONFORMS, shares={("contract", "call"): 0.0})), "output of out was never tried"),
+        (_run(_passed(_SINKS), has_lse=True), "residuals of lse was never tried"),
+    ],
+    ids=["no cases", "none done", "all declined", "unfinished", "lost once", "no values", "no lse"],
+)
+def test_what_leaves_the_question_open_is_inconclusive_and_said(run: Run, remark: str) -> None:
+    assert _status(run) == (INCONCLUSIVE, 4), "never conforms"
+    assert remark in _remarks(run), "and why"
+
+
+def test_a_run_without_targets_does_not_conform() -> None:
+    run = Run(Plan((), (), (), Devices("cpu", 8), tuple(CHECKS)))
+    assert exit_status(run) == 4, "nothing was asked"
+
+
+@pytest.mark.parametrize("missing", ["dsinks", "dvalue", "dkey"])
+def test_a_gradient_that_a_taken_case_has_and_nobody_saw_is_never_passed_over(missing: str) -> None:
+    result = _passed(_SINKS)
+    shares = {key: share for key, share in result.shares.items() if key[1] != missing}
+    run = _run(CaseResult(_SINKS, CONFORMS, shares=shares), _declined(_SINKS, "something else"))
+    assert _status(run) == (INCONCLUSIVE, 4), "silence is no pass"
+    assert f"gradients of {missing} was never tried" in _remarks(run), "it is named"
+
+
+def test_tensors_that_no_taken_case_has_are_not_owed() -> None:
+    assert _status(_run(_passed(_SHARED))) == (CONFORMS, 0), "one key-value array, no sinks: nothing to see"
+
+
+def test_a_tensor_whose_every_case_was_declined_is_declined_and_counted() -> None:
+    run = _run(_passed(_PLAIN), _declined(_SINKS), _passed(_PLAIN))
+    assert _cell(run, "dsinks")[0] == DECLINED, "not 'not tried': the list had it"
+    assert _status(run) == (CONFORMS, 0), "it claims nothing about sinks"
+    verdict = verdict_of(run.targets[0], run)
+    assert verdict.declined == (("no sinks", 1),), "reason and number"
+    assert verdict.counts == {CONFORMS: 2, FINDING: 0, DECLINED: 1, INCONCLUSIVE: 0, "not tried": 0}, "all cases"
+
+
+def test_declining_more_than_half_is_said_and_exactly_half_is_not() -> None:
+    half = _run(_passed(_PLAIN), _declined(_SINKS))
+    assert "declined" not in _remarks(half), "half"
+    more = _run(_passed(_PLAIN), _declined(_SINKS), _declined(_SINKS, "no cap"))
+    assert "declined more than half of the cases (2 of 3)" in _remarks(more), "more than half"
+    assert _status(more)[0] == CONFORMS, "what it takes, it gets right"
+
+
+def test_declared_numerics_are_printed_with_the_verdict() -> None:
+    run = _run(_passed(_PLAIN), precision={"rounded_probabilities": True, "matmul_passes": 1})
+    assert "allowances are for the numerics it declares: rounded_probabilities=True, matmul_passes=1" in _remarks(
+        run
+    ), "a wider allowance is no secret"
+
+
+def test_checks_that_were_not_asked_for_are_named() -> None:
+    run = _run(_passed(_PLAIN), check_names=("contract", "output"))
+    assert "not asked for: residuals, gradients" in _remarks(run), "the verdict covers less"
+    assert {cell.check for cell in verdict_of(run.targets[0], run).cells} == {"contract", "output"}, "no other cells"
+
+
+def test_a_target_that_was_stopped_says_why(finding: Callable[..., Finding]) -> None:
+    run = _run(_failed(_SINKS, finding()), planned=3)
+    run.targets[0].stopped = "its process was lost 4 times"
+    assert "stopped early: its process was lost 4 times" in _remarks(run), "why cases are missing"
+    assert verdict_of(run.targets[0], run).counts["not tried"] == 2, "and how many"
+    assert exit_status(run) == 1, "a finding beats inconclusive"
+
+
+@pytest.mark.parametrize(
+    ("statuses", "expected"),
+    [
+        (("conforms", "conforms"), 0),
+        (("conforms", "finding"), 1),
+        (("inconclusive", "finding"), 1),
+        (("conforms", "inconclusive"), 4),
+        (("inconclusive", "inconclusive"), 4),
+    ],
+)
+def test_the_worst_target_decides_and_a_finding_beats_inconclusive(
+    statuses: tuple[str, ...], expected: int, finding: Callable[..., Finding]
+) -> None:
+    runs = {
+        "conforms": _run(_passed(_SINKS)),
+        "finding": _run(_failed(_SINKS, finding())),
+        "inconclusive": _run(_declined(_SINKS)),
+    }
+    run = Run(runs["conforms"].plan, [runs[status].targets[0] for status in statuses])
+    assert exit_status(run) == expected, "DESIGN, exit status"
+
+
+def test_an_interrupted_run_has_its_own_status_whatever_was_found(finding: Callable[..., Finding]) -> None:
+    assert exit_status(_run(_failed(_SINKS, finding()), planned=9, interrupted=True)) == 130, "with a finding"
+    assert exit_status(_run(_passed(_SINKS), planned=9, interrupted=True)) == 130, "without"
+    assert exit_status(Run(_run().plan, [], interrupted=True)) == 130, "before any target was loaded"
+
+
+def test_cells_stand_in_the_order_of_the_checks() -> None:
+    cells = [(cell.check, cell.tensor) for cell in verdict_of(_run().targets[0], _run()).cells]
+    assert cells == [
+        ("contract", "call"),
+        ("output", "out"),
+        ("residuals", "lse"),
+        ("gradients", "dquery"),
+        ("gradients", "dkey"),
+        ("gradients", "dvalue"),
+        ("gradients", "dsinks"),
+    ], "one cell a check and tensor"
+
+
+def test_a_lost_process_leaves_the_values_untried_and_is_still_a_finding(finding: Callable[..., Finding]) -> None:
+    lost = finding(check="contract", tensor="call", signature="killed by SIGABRT while running draw 0")
+    run = _run(CaseResult(_SINKS, FINDING, (lost,), {("contract", "call"): 0.0}))
+    assert _cell(run, "call")[0] == FINDING, "the contract's cell"
+    assert _cell(run, "out")[0] == "not tried", "no value was seen"
+    assert exit_status(run) == 1, format_case(_SINKS)
