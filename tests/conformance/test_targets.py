@@ -1,0 +1,83 @@
+"""The adapters of this package: the bundled implementations and jax.nn conform, and decline what they do not have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from conformance.case_text import format_case, parse_case
+from conformance.devices import Devices
+from conformance.problem import Case, Problem
+from conformance.session import CONFORMS, Session
+from conformance.target import load_target
+
+_HALO, _ALL_GATHER = "conformance.targets.bundled:halo", "conformance.targets.bundled:all_gather"
+_JAX_NN = "conformance.targets.jax_nn:dot_product_attention"
+
+_SMALL = "v=1 batch=2 seq_len=12 num_query_heads=4 num_kv_heads=2 head_dim=4 context_parallelism=3 data_parallelism=2"
+_TWO_HOPS = f"{_SMALL} sliding_window_size=6 layout=dual_chunk_swap padding=7 documents=3@1+4@2+3@1+2@7/12@3"
+_TWO_SIDED = f"{_SMALL} window=5,2 axis_types=explicit mesh_axes=tensor,context,data device_order=reversed"
+_ONE_KEY = f"{_SMALL} sliding_window_size=1 dtype=bfloat16 documents=5+7/12"
+_SINKS = f"{_SMALL} sliding_window_size=5 sinks=true attn_logits_soft_cap=5.0 value_dim=6 tensor_parallelism=2"
+_EXACT = f"{_SMALL} sliding_window_size=5 dtype=float64 layout=dual_chunk_swap documents=5+7/12"
+_STRIPED = f"{_SMALL} sliding_window_size=5 layout=striped axis_types=mixed"
+_GLOBAL = f"{_SMALL} layout=dual_chunk_swap"
+
+
+@pytest.mark.parametrize(
+    ("spec", "texts"),
+    [
+        (_HALO, [_TWO_HOPS, _TWO_SIDED, _ONE_KEY, _SINKS, _EXACT]),
+        (_ALL_GATHER, [_TWO_HOPS, _TWO_SIDED, _ONE_KEY, _SINKS, _EXACT, _STRIPED, _GLOBAL]),
+        (_JAX_NN, [_TWO_HOPS, _TWO_SIDED, _ONE_KEY, _STRIPED, _GLOBAL]),
+    ],
+    ids=["halo", "all_gather", "jax.nn"],
+)
+def test_a_right_target_conforms_on_all_that_it_claims(spec: str, texts: list[str]) -> None:
+    session = Session(spec, Devices("cpu", 16))
+    try:
+        for text in texts:
+            result = session.run(parse_case(text))
+            assert (result.status, result.findings) == (CONFORMS, ()), f"{text}: {result}"
+    finally:
+        session.close()
+
+
+@pytest.mark.parametrize(
+    ("spec", "changes", "reason"),
+    [
+        (_HALO, {"layout": "striped"}, "halo needs chunks"),
+        (_HALO, {"sliding_window_size": None}, "halo is for LOCAL_SLIDING layers"),
+        (_HALO, {"ulysses_parallelism": 2}, "halo shards the sequence over the context axis alone"),
+        (_ALL_GATHER, {"ulysses_parallelism": 2}, "all_gather shards the sequence over the context axis alone"),
+        (_JAX_NN, {"sinks": True}, "has no sinks"),
+        (_JAX_NN, {"attn_logits_soft_cap": 5.0}, "has no soft cap"),
+        (_JAX_NN, {"value_dim": 4}, "has one head_dim"),
+        (_JAX_NN, {"tensor_parallelism": 2}, "shards kv heads over the tensor axis"),
+    ],
+)
+def test_what_a_target_does_not_have_it_declines_with_the_reason(spec: str, changes: dict, reason: str) -> None:
+    problem = Problem(sliding_window_size=5).replace(**changes)
+    declined = load_target(spec).supports(problem)
+    assert declined is not None, "it would be a finding instead"
+    assert reason in declined, "in words"
+
+
+def test_the_bundled_ones_take_most_of_the_quick_list(small_cases: Callable[..., tuple[Case, ...]]) -> None:
+    halo, all_gather = load_target(_HALO), load_target(_ALL_GATHER)
+    for case in small_cases(60):
+        problem = case.problem
+        assert all_gather.supports(problem) is None, format_case(case)
+        takes = problem.layout != "striped" and problem.window[0] is not None
+        assert (halo.supports(problem) is None) is takes, format_case(case)
+
+
+def test_each_says_what_it_claims_to_send() -> None:
+    claims = {spec: load_target(spec).description.communication for spec in (_HALO, _ALL_GATHER, _JAX_NN)}
+    assert claims == {_HALO: "halo", _ALL_GATHER: "all_gather", _JAX_NN: "all_gather"}, "a claim that is checked"
+
+
+def test_jax_nn_returns_no_lse_and_leaves_empty_rows_undefined() -> None:
+    description = load_target(_JAX_NN).description
+    assert (description.has_lse, description.empty_rows) == (False, "undefined"), "softmax over nothing is uniform"
