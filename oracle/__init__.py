@@ -4,7 +4,7 @@
 `layout` and `mask` where positions lie and who sees whom. Imports no JAX, and nothing of `impl` or `conformance`.
 """
 
-from oracle import banded, budget, layout, mask
+from oracle import banded, budget, layout, mask, outline, places, probe
 from oracle.arguments import AttentionOptions, Window
 from oracle.dense import AttentionGradients, AttentionResult, attention, attention_vjp
 
@@ -19,4 +19,7 @@ __all__ = [
     "budget",
     "layout",
     "mask",
+    "outline",
+    "places",
+    "probe",
 ]

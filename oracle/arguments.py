@@ -207,8 +207,12 @@ def _float64(name: str, array: Any, rank: int) -> np.ndarray:
 
 
 def _without_padding(name: str, array: np.ndarray, is_read: Bool[np.ndarray, "batch seq"]) -> np.ndarray:
-    """Zero in rows that nobody reads (they may hold anything); every other row must be finite."""
-    array = np.where(is_read.reshape(is_read.shape + (1,) * (array.ndim - 2)), array, 0.0)
+    """Zero in rows that nobody reads (they may hold anything, NaN too); every other row must be finite."""
+    return checked_finite(name, np.where(is_read.reshape(is_read.shape + (1,) * (array.ndim - 2)), array, 0.0))
+
+
+def checked_finite(name: str, array: np.ndarray) -> np.ndarray:
+    """The array, if all of it is finite."""
     if not np.isfinite(array).all():
         index = tuple(int(i) for i in np.argwhere(~np.isfinite(array))[0])
         raise ValueError(f"{name} must be finite where it is read, got {array[index]} at {index}")

@@ -10,9 +10,10 @@ import numpy as np
 from jaxtyping import Float64
 
 from oracle import banded, tiles
-from oracle.arguments import Arguments, AttentionOptions, validated, validated_cotangents
+from oracle.arguments import AttentionOptions, validated, validated_cotangents
 from oracle.dense import SolvedBlock
 from oracle.error_terms import Numerics, Terms, allowance, block_terms, summed_over_group
+from oracle.mask import most_visible
 from oracle.precision import Precision
 from oracle.rounding import Roundings
 
@@ -105,7 +106,8 @@ def answer_with_allowances(
     """
     arguments = validated(query, key, value, **options)
     cotangents = validated_cotangents(arguments, dout, dlse)
-    numerics = Numerics(precision, structured_values, _visible_keys(arguments), rows=arguments.is_token.size)
+    visible_keys = most_visible(arguments.window, arguments.query.shape[1])
+    numerics = Numerics(precision, structured_values, visible_keys, rows=arguments.is_token.size)
     answer, worst, squares, sizes = (tiles.zeros(arguments) for _ in range(4))
     for tile in tiles.tiles_of(arguments):
         solved = banded.solved(tile, cotangents)
@@ -125,13 +127,6 @@ def answer_with_allowances(
         allowed[tensor] = allowance(tensor, expected, terms, numerics)
     has_sinks = arguments.sinks is not None
     return Answer(**_in_position_order(answers, has_sinks)), Allowances(**_in_position_order(allowed, has_sinks))
-
-
-def _visible_keys(arguments: Arguments) -> int:
-    """The most keys that a window shows."""
-    seq_len = arguments.query.shape[1]
-    left, right = (seq_len if bound is None else bound for bound in arguments.window)
-    return min(seq_len, left + right + 1)
 
 
 def _answers(solved: SolvedBlock) -> tiles.PerTensor:

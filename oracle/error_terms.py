@@ -5,12 +5,12 @@ derived in docs/error-budgets.md. NumPy only. Tested in tests/oracle/test_budget
 """
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Float64
+from jaxtyping import Float64, Int64
 
-from oracle.dense import Block, BlockForward, SolvedBlock
+from oracle.dense import Block, BlockForward, BlockGradients, SolvedBlock, vjp_block
 from oracle.precision import Precision
 from oracle.rounding import Roundings, sum_roundoffs
 
@@ -60,8 +60,9 @@ class BlockTerms(NamedTuple):
 def block_terms(solved: SolvedBlock, numerics: Numerics) -> BlockTerms:
     """The terms of every tensor."""
     softmax = _softmax_errors(solved.block, solved.forward, numerics)
-    out = _out_terms(solved, softmax, numerics)
-    delta = _delta_terms(solved, out, numerics)
+    out = _out_terms(solved.block, solved.forward, softmax, numerics)
+    dprobabilities = solved.gradients.dprobabilities
+    delta = _delta_terms(solved.forward, solved.dout, solved.dlse, dprobabilities, out.worst, numerics)
     dproducts = _dproducts_terms(solved, softmax, delta, numerics)
     return BlockTerms(
         out=out,
@@ -71,6 +72,34 @@ def block_terms(solved: SolvedBlock, numerics: Numerics) -> BlockTerms:
         dvalue=_dvalue_terms(solved, softmax, numerics),
         dsinks=_dsinks_terms(solved, softmax, delta, numerics),
     )
+
+
+def key_terms(
+    block: Block,
+    forward: BlockForward,
+    dout: Float64[np.ndarray, "group query value_dim"],
+    dlse: Float64[np.ndarray, "group query"],
+    columns: Int64[np.ndarray, " chosen"],
+    numerics: Numerics,
+) -> tuple[BlockGradients, Terms, Terms]:
+    """Gradients, and the terms of dkey and dvalue, of some keys of a block only.
+
+    Sums over a row take in all of the block's keys; for the others nothing else is formed.
+    """
+    softmax = _softmax_errors(block, forward, numerics)
+    out_worst = _out_worst(block, forward, softmax, numerics)
+    delta = _delta_terms(forward, dout, dlse, dout @ block.value.T, out_worst, numerics)
+    block = block._replace(key=block.key[columns], value=block.value[columns], visible=block.visible[:, columns])
+    forward = forward._replace(**_columns_of(forward, ("logits", "slope", "probabilities"), columns))
+    softmax = softmax._replace(**_columns_of(softmax, ("products", "weights", "probabilities"), columns))
+    solved = SolvedBlock(block, dout, dlse, forward, vjp_block(block, forward, dout, dlse))
+    dproducts = _dproducts_terms(solved, softmax, delta, numerics)
+    dkey, dvalue = _dkey_terms(solved, dproducts, delta, numerics), _dvalue_terms(solved, softmax, numerics)
+    return solved.gradients, dkey, dvalue
+
+
+def _columns_of(arrays: Any, names: tuple[str, ...], columns: Int64[np.ndarray, " chosen"]) -> dict[str, np.ndarray]:
+    return {name: getattr(arrays, name)[..., columns] for name in names}
 
 
 def allowance(
@@ -147,25 +176,36 @@ def _products_error(block: Block, numerics: Numerics) -> Float64[np.ndarray, "gr
     return sums * absolute + rounded.bound(numerics.independent)
 
 
-def _out_terms(solved: SolvedBlock, softmax: _SoftmaxErrors, numerics: Numerics) -> Terms:
+def _out_terms(block: Block, forward: BlockForward, softmax: _SoftmaxErrors, numerics: Numerics) -> Terms:
     """out = sum of probability * value, all of it divided by one denominator."""
-    block, _, _, forward, _ = solved
-    precision, flushed = numerics.precision, numerics.flush * solved.block.visible
+    precision = numerics.precision
+    factors = Roundings.of(forward.probabilities, precision.factor_roundoff, precision.input_roundoff)
+    return Terms(_out_worst(block, forward, softmax, numerics), factors.matmul(block.value))
+
+
+def _out_worst(
+    block: Block, forward: BlockForward, softmax: _SoftmaxErrors, numerics: Numerics
+) -> Float64[np.ndarray, "group query value_dim"]:
+    flushed = numerics.flush * block.visible
     sums = numerics.sums(numerics.visible_keys)
     worst = (forward.probabilities * (softmax.weights + sums) + flushed) @ np.abs(block.value)
-    worst += softmax.denominator[..., None] * np.abs(forward.out) + flushed.sum(axis=-1)[:, None]
-    factors = Roundings.of(forward.probabilities, precision.factor_roundoff, precision.input_roundoff)
-    return Terms(worst, factors.matmul(block.value))
+    return worst + softmax.denominator[..., None] * np.abs(forward.out) + flushed.sum(axis=-1)[:, None]
 
 
-def _delta_terms(solved: SolvedBlock, out: Terms, numerics: Numerics) -> Terms:
+def _delta_terms(
+    forward: BlockForward,
+    dout: Float64[np.ndarray, "group query value_dim"],
+    dlse: Float64[np.ndarray, "group query"],
+    dprobabilities: Float64[np.ndarray, "group query key"],
+    out_worst: Float64[np.ndarray, "group query value_dim"],
+    numerics: Numerics,
+) -> Terms:
     """delta = dout.out = sum of probability * its cotangent; it is taken from a whole row of cotangents of logits."""
-    _, dout, dlse, forward, gradients = solved
     precision, factor = numerics.precision, numerics.precision.factor_roundoff
     by_dim = dout * forward.out
-    by_key = forward.probabilities * gradients.dprobabilities
+    by_key = forward.probabilities * dprobabilities
     sums = numerics.sums(dout.shape[-1])
-    worst = (np.abs(dout) * out.worst + sums * np.abs(by_dim)).sum(axis=-1) + numerics.sums(1) * np.abs(dlse)
+    worst = (np.abs(dout) * out_worst + sums * np.abs(by_dim)).sum(axis=-1) + numerics.sums(1) * np.abs(dlse)
     roundings = Roundings.of(by_dim, precision.stored_roundoff).sum(axis=-1)
     roundings += Roundings.of(by_dim.sum(axis=-1), factor)
     roundings += Roundings.of(by_key, factor, factor, precision.input_roundoff).sum(axis=-1)

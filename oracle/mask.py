@@ -65,6 +65,12 @@ def within_window(distance: Int64[np.ndarray, "..."], window: Window) -> Bool[np
     return inside
 
 
+def most_visible(window: Window, seq_len: int) -> int:
+    """The most keys that a query sees, and so the most queries that see a key."""
+    left, right = (seq_len if bound is None else bound for bound in window)
+    return min(seq_len, left + right + 1)
+
+
 def window_of(sliding_window_size: Any) -> Window:
     """The window of a layer that sees `sliding_window_size` keys, the query's own included: `(size - 1, 0)`.
 
