@@ -78,7 +78,7 @@ class Roundings:
     @property
     def is_nothing(self) -> bool:
         """Nothing is rounded (told by the type, so that no work is done for it)."""
-        return isinstance(self.sizes, float)
+        return type(self.sizes) is float  # a sum over all axes is a np.float64, which is a subclass
 
     def bound(self, independent: bool, in_common: Array | float = 0.0) -> Any:
         """How far they stray together: `sizes` at worst; if independent, no more than LAMBDA standard terms, beside
