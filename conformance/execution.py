@@ -21,6 +21,9 @@ from conformance.mesh import mesh_of, shardings_of
 from conformance.problem import Case, Problem
 from conformance.target import Declined, Target
 
+# Beyond this, running an unoptimised program takes longer than optimising it would have (measured on two CPU cores).
+_MANY_LOGITS = 4_000_000
+
 Named = dict[str, Any]
 Report = Callable[[str], None]
 
@@ -74,7 +77,7 @@ def _execute_supported(setting: _Setting, case: Case, report: Report) -> tuple[N
     draws = [_placed(setting, _draw_inputs(setting.target, case, draw)) for draw in range(NUM_DRAWS)]
     report("tracing and compiling")
     try:
-        compiled = jax.jit(lambda arrays: _forward_and_gradients(setting, arrays)).lower(draws[0]).compile()
+        compiled = _compiled(setting, _forward_and_gradients, draws[0])
     except Exception as error:  # noqa: BLE001  # see above
         failed = error
     else:
@@ -89,7 +92,7 @@ def _forward_alone(
     """Tells a target that fails from one that only has no gradient; the forward of the latter is still compared."""
     report("tracing and compiling the forward alone")
     try:
-        compiled = jax.jit(lambda arrays: _forward(setting, arrays)).lower(draws[0]).compile()
+        compiled = _compiled(setting, _forward, draws[0])
     except Declined as error:
         return {"declined": str(error)}, {}
     except ContractBroken as error:
@@ -98,6 +101,14 @@ def _forward_alone(
         return _raised(error, "forward"), {}
     message, arrays = _run(setting, compiled, draws, report)
     return {**message, **_raised(first, "gradient")}, arrays
+
+
+def _compiled(setting: _Setting, function: Callable[[_Setting, Named], Named], arrays: Named) -> Any:
+    """One program. Workers compile cheaply (devices.py), which large arrays repay badly."""
+    problem = setting.problem
+    logits = problem.batch * problem.num_query_heads * problem.seq_len**2
+    options: Named | None = {"xla_backend_optimization_level": 3} if logits > _MANY_LOGITS else None
+    return jax.jit(lambda arrays: function(setting, arrays)).lower(arrays).compile(options)
 
 
 def _run(setting: _Setting, compiled: Any, draws: list[Named], report: Report) -> tuple[Named, dict[str, np.ndarray]]:
