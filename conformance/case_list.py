@@ -1,4 +1,4 @@
-"""The deterministic list of cases of a profile: a covering list, the published models, then as many more as wanted.
+"""The deterministic list of cases of a profile: a covering list, the published models, the exact tier, then more.
 
 A pure function of (profile, seed, number of cases, devices): no state, no database; `list_hash` names a list.
 May touch: space, covering, models, philox. Tests: tests/conformance/test_case_list.py.
@@ -20,6 +20,10 @@ from conformance.value_kinds import STREAMS
 # Strength of the covering list, and the number of cases where the user names none.
 STRENGTH = {"quick": 2, "ci": 3}
 EXAMPLES = {"quick": 280, "ci": 1600}
+
+# One covering case in so many stands in the list a second time, in float64: all its features but dtype are covered
+# beside each other already, and the exact tier asks about the exchange alone.
+_EXACT_STRIDE = 5
 
 # Further cases look where mistakes live and where a program is cheap to compile: windows over chunks, a few hops.
 # A level stands here as often as it is to be drawn; features that are not named draw each of their levels alike.
@@ -50,9 +54,15 @@ def case_list(profile: str, seed: int, examples: int | None = None, num_devices:
     cases = [case_of(row, _case_seed(seed, index)) for index, row in enumerate(rows)]
     for fixed in (pull_request_5608_cases, model_cases):
         cases += [case for case in fixed(_case_seed(seed, len(cases))) if case.problem.num_devices <= num_devices]
+    cases += [_exact(case, seed, len(cases) + offset) for offset, case in enumerate(cases[: len(rows) : _EXACT_STRIDE])]
     while len(cases) < wanted:
         cases.append(further_case(seed, len(cases), num_devices))
     return tuple(cases)
+
+
+def _exact(case: Case, seed: int, index: int) -> Case:
+    """The case in float64: what is wrong there is not rounding."""
+    return case.replace(dtype="float64", seed=_case_seed(seed, index))
 
 
 def further_case(seed: int, index: int, num_devices: int) -> Case:

@@ -61,6 +61,7 @@ class Session:
         self._confirmed: set[tuple[str, str]] = set()
         self._case = Case()
         self._reply: Reply | WorkerLost | None = None
+        self._refusal: str | None = None
 
     def run(self, case: Case) -> CaseResult:
         """Runs and judges one case."""
@@ -70,21 +71,20 @@ class Session:
 
     def start(self, case: Case) -> None:
         """Has the worker begin with a case; `wait` and `judge` follow, and other sessions may start meanwhile."""
-        self._case, self._reply = case, None
-        if case.problem.num_devices <= self._devices.count:
+        self._case, self._reply, self._refusal = case, None, self._refused(case)
+        if self._refusal is None:
             self._reply = self._send(case)
 
     def wait(self) -> None:
         """Waits until the worker has answered or is lost."""
-        if self._reply is None and self._case.problem.num_devices <= self._devices.count:
+        if self._reply is None and self._refusal is None:
             self._reply = self._wait(self._case)
 
     def judge(self) -> CaseResult:
         """The result of the case. A lost worker's case is run once more here, so no other session may be running."""
         case, reply = self._case, self._reply
-        if reply is None:
-            reason = f"needs {case.problem.num_devices} devices, the mesh has {self._devices.count}"
-            return CaseResult(case, DECLINED, reason=reason)
+        if self._refusal is not None or reply is None:
+            return CaseResult(case, DECLINED, reason=self._refusal or "not started")
         if not isinstance(reply, WorkerLost):
             return self._judged(case, reply)
         self.workers_lost += 1
@@ -106,6 +106,14 @@ class Session:
         for worker in self._workers.values():
             worker.close()
         self._workers.clear()
+
+    def _refused(self, case: Case) -> str | None:
+        """Why the harness does not put this case to the target."""
+        if case.problem.num_devices > self._devices.count:
+            return f"needs {case.problem.num_devices} devices, the mesh has {self._devices.count}"
+        if case.problem.dtype == "float64" and not self.description.exact:
+            return "float64 is for targets that say `exact`: that they compute in float64 where the inputs are"
+        return None
 
     def _send(self, case: Case) -> WorkerLost | None:
         """Has a worker begin with the case; a target that loaded once and then does not has lost its worker."""
@@ -135,6 +143,8 @@ class Session:
         shares: dict[tuple[str, str], float] = {}
         findings: list[Finding] = []
         for name in self._check_names:
+            if case.problem.dtype not in CHECKS[name].dtypes:
+                continue
             outcome = CHECKS[name].run(evidence)
             shares |= {(name, tensor): share for tensor, share in outcome.shares.items()}
             findings.extend(outcome.findings)

@@ -49,6 +49,7 @@ class TargetDescription:
     precision: Mapping[str, Any] = field(default_factory=dict)
     empty_rows: str = "undefined"
     lse_grad: bool = True
+    exact: bool = False
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,7 @@ def make_target(candidate: Any, spec: str) -> Target:
         precision=_precision(candidate, spec),
         empty_rows=_choice(candidate, spec, "empty_rows", "undefined", EMPTY_ROWS),
         lse_grad=_choice(candidate, spec, "lse_grad", True, (True, False)),
+        exact=_choice(candidate, spec, "exact", False, (True, False)),
     )
     supports = _function(candidate, spec, "supports") or (lambda problem: None)
     return Target(attention, with_lse, supports, description)

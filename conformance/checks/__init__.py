@@ -3,14 +3,18 @@
 May touch: evidence and findings; never JAX, never a fault of the catalogue. Tests: tests/conformance/test_checks_*.py.
 """
 
-from conformance.checks import contract, gradients, output, residuals
+from conformance.checks import contract, exact, gradients, output, residuals
 from conformance.checks.outcome import Check, Outcome
+from conformance.problem import DTYPES
+
+_ROUNDED = ("float32", "bfloat16")
 
 CHECKS: dict[str, Check] = {
-    "contract": Check((contract.TENSOR,), contract.check),
-    "output": Check(output.TENSORS, output.check),
-    "residuals": Check(residuals.TENSORS, residuals.check),
-    "gradients": Check(gradients.TENSORS, gradients.check),
+    "contract": Check((contract.TENSOR,), contract.check, DTYPES),
+    "output": Check(output.TENSORS, output.check, _ROUNDED),
+    "residuals": Check(residuals.TENSORS, residuals.check, _ROUNDED),
+    "gradients": Check(gradients.TENSORS, gradients.check, _ROUNDED),
+    "exact": Check(exact.TENSORS, exact.check, ("float64",)),
 }
 """By the name that `--checks` takes, in the order of the verdict table."""
 

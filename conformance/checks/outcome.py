@@ -25,7 +25,8 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Check:
-    """A check: the tensors it looks at, in the order of the verdict table, and its one function."""
+    """A check: the tensors it looks at, in the order of the verdict table, its one function, the dtypes it is for."""
 
     tensors: tuple[str, ...]
     run: Callable[[Evidence], Outcome]
+    dtypes: tuple[str, ...]

@@ -93,7 +93,7 @@ def _cell(target: TargetRun, check: str, tensor: str) -> Cell:
         status = FINDING
     elif shares:
         status = CONFORMS
-    elif any(result.status == DECLINED and _has(target, result.case, tensor) for result in target.results):
+    elif any(result.status == DECLINED and _has(target, result.case, check, tensor) for result in target.results):
         status = DECLINED
     else:
         status = NOT_TRIED
@@ -129,19 +129,22 @@ def _remarks(
     if unasked := [name for name in CHECKS if name not in run.plan.check_names]:
         remarks.append(f"not asked for: {', '.join(unasked)}")
     for cell in cells:
-        if not cell.cases and _is_owed(target, cell.tensor):
+        if not cell.cases and _is_owed(target, cell):
             remarks.append(f"{cell.check} of {cell.tensor} was never tried")
             conclusive = False
     return tuple(remarks), conclusive
 
 
-def _is_owed(target: TargetRun, tensor: str) -> bool:
-    """Whether a case that the target took has the tensor."""
-    return any(_has(target, result.case, tensor) for result in target.results if result.status != DECLINED)
+def _is_owed(target: TargetRun, cell: Cell) -> bool:
+    """Whether a case that the target took has the tensor, for this check."""
+    taken = (result.case for result in target.results if result.status != DECLINED)
+    return any(_has(target, case, cell.check, cell.tensor) for case in taken)
 
 
-def _has(target: TargetRun, case: Case, tensor: str) -> bool:
-    """Whether a target that takes the case has the tensor to show."""
+def _has(target: TargetRun, case: Case, check: str, tensor: str) -> bool:
+    """Whether a target that takes the case has the tensor to show to the check."""
+    if case.problem.dtype not in CHECKS[check].dtypes:
+        return False
     present = {
         "lse": target.description.has_lse,
         "dsinks": case.problem.sinks,

@@ -20,6 +20,7 @@ class _Bundled:
 
     name: str
     empty_rows: str = "zero"
+    exact: bool = True
 
     @property
     def communication(self) -> str:

@@ -210,6 +210,7 @@ def test_cells_stand_in_the_order_of_the_checks() -> None:
         ("gradients", "dkey"),
         ("gradients", "dvalue"),
         ("gradients", "dsinks"),
+        *(("exact", tensor) for tensor in ("out", "lse", "dquery", "dkey", "dvalue", "dsinks")),
     ], "one cell a check and tensor"
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from conformance import session
 from conformance.case_text import parse_case
+from conformance.checks import Check
 from conformance.devices import Devices
 from conformance.evidence import Evidence
 from conformance.process import WorkerLost
@@ -27,8 +28,9 @@ _HANG = WorkerLost("hangs without using CPU", "running draw 1", "")
 class _Script:
     """Stands in for `Worker`: each run of a case takes the next reply; `started` records (x64, cases) a worker."""
 
-    def __init__(self, *replies: Any) -> None:
+    def __init__(self, *replies: Any, **declared: Any) -> None:
         self.replies = list(replies)
+        self.declared = declared
         self.started: list[tuple[bool, list[str]]] = []
         self.open = 0
 
@@ -40,7 +42,7 @@ class _Script:
         self.open += 1
 
         class _Worker:
-            description = TargetDescription(spec, "target")
+            description = TargetDescription(spec, "target", **script.declared)
 
             def send(self, case_text: str) -> None:
                 cases.append(case_text)
@@ -60,8 +62,8 @@ class _Script:
 def start(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Session, _Script]]:
     """A session on eight devices whose workers give these replies, one a run."""
 
-    def begin(*replies: Any) -> tuple[Session, _Script]:
-        script = _Script(*replies)
+    def begin(*replies: Any, **declared: Any) -> tuple[Session, _Script]:
+        script = _Script(*replies, **declared)
         monkeypatch.setattr(session, "Worker", script)
         return Session("m:t", Devices("cpu", 8)), script
 
@@ -151,10 +153,32 @@ def test_a_target_that_does_not_load_again_is_lost_and_does_not_end_the_run(star
 
 def test_float64_cases_have_a_worker_of_their_own(start: Any, right_evidence: Build) -> None:
     exact = _CASE.replace(dtype="float64")
-    held, script = start(*(_reply(right_evidence(case)) for case in (_CASE, exact, _CASE, exact)))
+    held, script = start(*(_reply(right_evidence(case)) for case in (_CASE, exact, _CASE, exact)), exact=True)
     for case in (_CASE, exact, _CASE, exact):
         assert held.run(case).status == CONFORMS, "each in its own process"
     assert [(x64, len(cases)) for x64, cases in script.started] == [(False, 2), (True, 2)], "two workers, reused"
+
+
+def test_float64_is_judged_by_the_exact_check_alone(start: Any, right_evidence: Build) -> None:
+    exact = _CASE.replace(dtype="float64")
+    held, _ = start(_reply(right_evidence(exact)), exact=True)
+    tensors = {("exact", tensor) for tensor in ("out", "dquery", "dkey", "dvalue")}
+    assert set(held.run(exact).shares) == {("contract", "call"), *tensors}, "and by the contract"
+
+
+def test_what_rounding_would_excuse_is_a_finding_of_the_exact_tier(start: Any, right_evidence: Build) -> None:
+    exact = _CASE.replace(dtype="float64")
+    right = right_evidence(exact)
+    name = "0/attention/dkey"
+    held, _ = start(_reply(right_evidence(exact, {name: right.arrays[name] * (1 + 1e-8)})), exact=True)
+    assert [finding.kind[:2] for finding in held.run(exact).findings] == [("exact", "dkey")], "1e-8 is no rounding here"
+
+
+def test_float64_is_not_put_to_a_target_that_does_not_claim_it(start: Any) -> None:
+    held, script = start()
+    result = held.run(_CASE.replace(dtype="float64"))
+    assert (result.status, "exact" in result.reason) == (DECLINED, True), "the reason names the attribute"
+    assert [cases for _, cases in script.started] == [[]], "nothing ran"
 
 
 @pytest.mark.parametrize("name", ["0/attention/out", "1/attention/dkey", "1/attention/out of vjp"])
@@ -216,14 +240,14 @@ def test_an_exception_of_a_check_is_not_swallowed(
         raise ZeroDivisionError
 
     held, _ = start(_reply(right_evidence(_CASE)))
-    monkeypatch.setitem(session.CHECKS, "gradients", session.CHECKS["gradients"].__class__(("dquery",), fails))
+    monkeypatch.setitem(session.CHECKS, "gradients", Check(("dquery",), fails, ("float32",)))
     with pytest.raises(ZeroDivisionError):
         held.run(_CASE)
 
 
 def test_closing_ends_every_worker_and_the_next_case_starts_a_fresh_one(start: Any, right_evidence: Build) -> None:
     exact = _CASE.replace(dtype="float64")
-    held, script = start(*(_reply(right_evidence(case)) for case in (_CASE, exact, _CASE)))
+    held, script = start(*(_reply(right_evidence(case)) for case in (_CASE, exact, _CASE)), exact=True)
     held.run(_CASE)
     held.run(exact)
     held.close()
