@@ -80,10 +80,9 @@ class Reader:
         return visible_pairs(queries, keys, self.window, self.segment_ids[row], self.is_token[row])
 
     def read(self, tensor: str, row: int, positions: Positions, heads: slice) -> Float64[np.ndarray, "rows heads *dim"]:
-        """Rows as float64. Those of padding are zero, as nobody reads them (save dlse, where a sink does)."""
+        """Rows as float64. Those of padding may hold anything and become zero: no place's answer depends on them."""
         array = np.asarray(self.rows(tensor, row, positions, heads)).astype(np.float64)
-        if not (tensor == "dlse" and self.sinks is not None):
-            array[~self.is_token[row, positions]] = 0.0
+        array[~self.is_token[row, positions]] = 0.0
         return checked_finite(tensor, array)
 
     def block(self, row: int, kv_head: int, queries: Positions, also: Positions) -> tuple[Block, Positions]:

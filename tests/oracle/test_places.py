@@ -52,6 +52,38 @@ def test_document_borders_are_probed():
         assert {999, 1000, 1002, 1003} <= positions(places, side), side
 
 
+def test_the_first_full_window_is_probed():
+    """W = 100: query 99 is the first to see 100 keys, query 100 the first that does not see key 0."""
+    places = default_places(outline(), chunk=4096, seed=0, query_groups=1000)
+    assert {99, 100} <= positions(places, "query")
+
+
+def test_a_random_sample_is_probed_beside_a_quarter_as_large():
+    """16 borders and their 16 window edges, the two ends, the first window: 34 groups and a sample of 8."""
+    places = default_places(outline(batch=1, num_kv_heads=1, seq_len=2**20), chunk=2**16, seed=1, query_groups=1000)
+    borders = {p + side for p in range(2**16, 2**20, 2**16) for side in (-1, 0)}
+    edges = {p + 98 + side for p in range(2**16, 2**20, 2**16) for side in (0, 1)}
+    fixed = borders | edges | {0, 1, 2**20 - 2, 2**20 - 1, 99, 100}
+    assert fixed <= positions(places, "query"), "all that is not random"
+    assert len(positions(places, "query") - fixed) == (15 + 15 + 2 + 1) // 4, "a sample of a quarter"
+
+
+@pytest.mark.parametrize(
+    ("window", "pairs", "keys"),
+    [
+        ((None, 0), 64 * 10, set(range(54, 64))),  # key k has 64 - k readers, of which each may see 64 keys
+        ((0, None), 64 * 10, set(range(11))),  # key k has k + 1 readers; 9 and 10 are one group
+        ((3, 2), 6 * 5, {0, 1, 2, 61, 62, 63}),  # 6 readers in the middle; 1 and 61 have 5
+        ((3, 2), 6 * 6, set(range(64))),
+    ],
+)
+def test_which_keys_are_affordable(monkeypatch, window, pairs, keys):
+    monkeypatch.setattr("oracle.places.KEY_PAIRS", pairs)
+    small = outline(batch=1, seq_len=64, window=window)
+    found = positions(default_places(small, chunk=1, seed=0, key_groups=1000), "key")
+    assert found == keys, "groups whose first key has few enough readers"
+
+
 def test_every_batch_row_and_kv_head_is_looked_at():
     places = default_places(outline(), chunk=512, seed=3)
     assert {(p.batch_row, p.kv_head) for p in places} == {(b, h) for b in range(2) for h in range(4)}

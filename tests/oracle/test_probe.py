@@ -1,12 +1,13 @@
 """oracle/probe.py: at any place, the dense answer and the budget's allowances, from the rows in sight only."""
 
+import dataclasses
 import re
 
 import numpy as np
 import pytest
 
 from oracle.budget import Precision, answer_with_allowances
-from oracle.outline import Outline
+from oracle.outline import Outline, reader
 from oracle.probe import Place, probe
 
 SEQ = 200
@@ -86,6 +87,25 @@ def test_only_rows_in_sight_are_read(case):
     assert read["key"] == set(range(70, 131)), "and what they see"
 
 
+def test_other_documents_are_not_read(case):
+    """Documents of 20 tokens: key 100 starts one, so that only 100 to 119 see it, and see each other."""
+    case, read = {**case("window"), "segment_ids": np.tile(np.arange(SEQ) // 20, (2, 1))}, {}
+
+    def rows(tensor, row, positions, heads):
+        read.setdefault(tensor, set()).update(positions.tolist())
+        return case[tensor][row, positions, heads]
+
+    list(probe(rows, outline_of(case), [Place("key", 0, 0, 100)], precision=Precision("float32")))
+    assert read == {tensor: set(range(100, 120)) for tensor in ARRAYS}, "one document"
+
+
+def test_no_more_than_a_window_is_looked_at(case):
+    source = reader(rows_of(case("two-sided")), outline_of(case("two-sided")))  # left 20, right 9
+    assert source.seen_by(np.array([50, 60])).tolist() == list(range(30, 70)), "50 - 20 to 60 + 9"
+    assert source.readers_of(0, np.array([50, 60])).tolist() == list(range(41, 81)), "50 - 9 to 60 + 20"
+    assert source.seen_by(np.array([5, 195])).tolist() == list(range(SEQ)), "the sequence ends"
+
+
 def test_only_the_heads_of_the_place_are_read(case):
     case, heads_read = case("window"), set()
 
@@ -97,16 +117,18 @@ def test_only_the_heads_of_the_place_are_read(case):
     assert heads_read == {(True, 1, 2), (False, 2, 4)}, "kv head 1 and its query heads 2 and 3"
 
 
-def test_neighbours_share_one_walk(case):
+@pytest.mark.parametrize(("positions", "walks"), [((100, 101, 164), 1), ((100, 165), 2), ((100, 164, 165, 228), 2)])
+def test_neighbours_within_64_positions_share_one_walk(case, positions, walks):
     case, calls = case("window"), []
 
-    def rows(tensor, row, positions, heads):
+    def rows(tensor, row, at, heads):
         calls.append(tensor)
-        return case[tensor][row, positions, heads]
+        return case[tensor][row, at % SEQ, heads]
 
-    places = [Place("query", 0, 0, position) for position in (100, 101, 164, 165)]
-    list(probe(rows, outline_of(case), places, precision=Precision("float32")))
-    assert calls.count("query") == 2, "100, 101 and 164 lie within 64 of each other; 165 does not"
+    outline = dataclasses.replace(outline_of(case), seq_len=300)
+    places = [Place("query", 0, 0, position) for position in positions]
+    list(probe(rows, outline, places, precision=Precision("float32")))
+    assert calls.count("query") == walks, f"{positions} take {walks} walks"
 
 
 def test_padding_may_hold_anything_and_other_rows_may_not(case):
