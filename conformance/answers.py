@@ -15,7 +15,8 @@ import numpy as np
 
 import oracle
 from conformance.empty_rows import empty_rows, without_empty_row_cotangents
-from conformance.inputs import STRUCTURED, inputs_of, redraw
+from conformance.inputs import STRUCTURED, inputs_of, redraw, rows_of
+from conformance.probed_answers import PROBE_BEYOND_PAIRS, probed_answer, visible_pairs
 from conformance.problem import Case
 from conformance.target import TargetDescription
 from oracle.budget import Precision
@@ -28,12 +29,15 @@ _CACHED_ANSWERS = 16
 class Answer:
     """By tensor name (out, lse, dquery, …), in position order: the reference and the allowance, float64 arrays.
 
-    `compared` holds, for the tensors that are not compared everywhere, where they are.
+    `compared` holds, for the tensors that are not compared everywhere, where they are. A case too large to be answered
+    everywhere has `places` [n, 3] (batch row, position, head): a row of the reference is then one of these, not a
+    position, and dsinks is missing.
     """
 
     reference: Mapping[str, np.ndarray]
     allowance: Mapping[str, np.ndarray]
     compared: Mapping[str, np.ndarray]
+    places: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
 
 
 def answer_for(target: TargetDescription, case: Case, draw: int, call: str) -> Answer:
@@ -60,6 +64,24 @@ def precision_of(target: TargetDescription, dtype: str) -> Precision:
 
 @lru_cache(maxsize=_CACHED_ANSWERS)
 def _answer(case: Case, with_lse: bool, defines_empty_rows: bool, precision: Precision) -> Answer:
+    if visible_pairs(case) > PROBE_BEYOND_PAIRS:
+        return _probed(case, with_lse, defines_empty_rows, precision)
+    return _whole(case, with_lse, defines_empty_rows, precision)
+
+
+def _probed(case: Case, with_lse: bool, defines_empty_rows: bool, precision: Precision) -> Answer:
+    probed = probed_answer(case, with_lse, precision)
+    compared: dict[str, np.ndarray] = {}
+    if not defines_empty_rows and case.problem.padding is not None:
+        for name in ("out", "lse"):
+            ids = [rows_of(case, "segment_ids", [row], [position])[0, 0] for row, position, _ in probed.places[name]]
+            is_token = np.array(ids) != case.problem.padding
+            shape = probed.reference[name].shape
+            compared[name] = np.broadcast_to(is_token.reshape(-1, *(1,) * (len(shape) - 1)), shape)
+    return _usable(Answer(probed.reference, probed.allowance, compared, probed.places))
+
+
+def _whole(case: Case, with_lse: bool, defines_empty_rows: bool, precision: Precision) -> Answer:
     problem = case.problem
     inputs = inputs_of(case)
     if not defines_empty_rows:

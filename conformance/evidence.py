@@ -50,6 +50,12 @@ class Evidence:
         ordered[:, self.case.problem.positions()] = array
         return ordered
 
+    def at_places(self, name: str, places: np.ndarray) -> np.ndarray:
+        """The rows of an output at `places` [n, 3]: batch row, position, head."""
+        index_of = np.argsort(self.case.problem.positions())
+        batch_rows, positions, heads = places.T
+        return self.arrays[name][batch_rows, index_of[positions], heads]
+
     def sources_of(self, tensor: str) -> Iterator[tuple[int, str, str]]:
         """(draw, call, name in `arrays`) of each place where the target gave `tensor`; of vjp after primal."""
         for draw in range(NUM_DRAWS):

@@ -6,6 +6,7 @@ Tests: tests/conformance/test_checks_values.py.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import numpy as np
@@ -47,6 +48,7 @@ def check_tensors(check: str, tensors: tuple[str, ...], evidence: Evidence) -> O
         sources = [
             _Source(draw, call, name.endswith(" of vjp"), _compare_one(evidence, draw, call, name, tensor))
             for draw, call, name in evidence.sources_of(tensor)
+            if tensor in evidence.answer(draw, call).reference
         ]
         if not sources:
             continue
@@ -91,8 +93,13 @@ def compare(got: np.ndarray, reference: np.ndarray, allowance: np.ndarray, compa
 
 def _compare_one(evidence: Evidence, draw: int, call: str, name: str, tensor: str) -> Comparison:
     answer: Answer = evidence.answer(draw, call)
-    got = evidence.in_position_order(name)
-    return compare(got, answer.reference[tensor], answer.allowance[tensor], answer.compared.get(tensor))
+    right = (answer.reference[tensor], answer.allowance[tensor], answer.compared.get(tensor))
+    if not answer.places:
+        return compare(evidence.in_position_order(name), *right)
+    places = answer.places[tensor]
+    found = compare(evidence.at_places(name, places), *right)
+    row, *feature = found.index
+    return dataclasses.replace(found, index=(*(int(i) for i in places[row]), *feature))
 
 
 def _finding(check: str, tensor: str, evidence: Evidence, sources: list[_Source]) -> Finding:
