@@ -25,7 +25,7 @@ from conformance.devices import DEFAULT_DEVICES, Devices, parse_devices
 from conformance.finding import plain
 from conformance.problem import InvalidCase
 from conformance.report.json_report import FILE_NAME, prepare_directory, write_report
-from conformance.report.terminal import print_run
+from conformance.report.terminal import print_details, print_run
 from conformance.report.verdict import EXIT_CANNOT_START, EXIT_HARNESS_FAILED, EXIT_INTERRUPTED, exit_status
 from conformance.runner import Plan, Run, run
 from conformance.target import TargetError
@@ -134,10 +134,10 @@ def _replay(options: argparse.Namespace) -> int:
         raise _CannotStart(str(error)) from error
     devices = _devices(options.mesh)
     plan = Plan((options.target,), (case,), (), devices, _checks(options.checks), shrink_findings=False)
-    return _carry_out(plan, options, {"case": format_case(case)})
+    return _carry_out(plan, options, {"case": format_case(case)}, in_detail=True)
 
 
-def _carry_out(plan: Plan, options: argparse.Namespace, asked: dict[str, Any]) -> int:
+def _carry_out(plan: Plan, options: argparse.Namespace, asked: dict[str, Any], *, in_detail: bool = False) -> int:
     if options.report is not None:
         try:
             prepare_directory(options.report)
@@ -147,7 +147,10 @@ def _carry_out(plan: Plan, options: argparse.Namespace, asked: dict[str, Any]) -
     print(_header(about), flush=True)
     state = run(plan, lambda line: print(plain(line), flush=True))
     failed = None if options.report is None else _failure_to_write(state, about, options.report)
-    print_run(state, Console(highlight=False))
+    console = Console(highlight=False)
+    if in_detail:
+        print_details(state, console)
+    print_run(state, console)
     if failed is not None:
         print(f"halocheck: the report could not be written: {failed}", file=sys.stderr)
         return EXIT_HARNESS_FAILED

@@ -109,8 +109,7 @@ class Problem:
 
     def positions(self) -> np.ndarray:
         """int32 [seq_len]: the position of the token that stands at each index of the arrays, in this layout."""
-        ranks = self.context_parallelism * self.ulysses_parallelism
-        return oracle.layout.permutation(self.layout, self.seq_len, ranks).astype(np.int32)
+        return oracle.layout.permutation(self.layout, self.seq_len, self.num_ranks).astype(np.int32)
 
     @property
     def num_devices(self) -> int:
@@ -133,10 +132,14 @@ class Problem:
         return tuple(shape)
 
     @property
+    def num_ranks(self) -> int:
+        """Ranks that the sequence lies on."""
+        return self.context_parallelism * self.ulysses_parallelism
+
+    @property
     def num_chunks(self) -> int:
         """Chunks the sequence is cut into by the layout; under `striped` it counts ranks."""
-        ranks = self.context_parallelism * self.ulysses_parallelism
-        return 2 * ranks if self.layout == "dual_chunk_swap" else ranks
+        return 2 * self.num_ranks if self.layout == "dual_chunk_swap" else self.num_ranks
 
     @property
     def chunk_len(self) -> int:
@@ -146,8 +149,7 @@ class Problem:
     def rank_of(self, position: int) -> int:
         """The rank along the context axis that holds `position`."""
         index = int(np.flatnonzero(self.positions() == position)[0])
-        ranks = self.context_parallelism * self.ulysses_parallelism
-        return index // (self.seq_len // ranks)
+        return index // (self.seq_len // self.num_ranks)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from conformance.case_text import format_case
 from conformance.checks import CHECKS
 from conformance.checks.contract import TENSOR as CALL
 from conformance.checks.contract import lost
+from conformance.checks.outcome import Detail
 from conformance.devices import Devices
 from conformance.evidence import Evidence
 from conformance.finding import Finding
@@ -40,6 +41,7 @@ class CaseResult:
     findings: tuple[Finding, ...] = ()
     shares: Mapping[tuple[str, str], float] = field(default_factory=dict)
     reason: str = ""
+    details: tuple[Detail, ...] = ()
 
 
 class Session:
@@ -142,13 +144,16 @@ class Session:
         _require_complete(evidence)
         shares: dict[tuple[str, str], float] = {}
         findings: list[Finding] = []
+        details: list[Detail] = []
         for name in self._check_names:
             if case.problem.dtype not in CHECKS[name].dtypes:
                 continue
             outcome = CHECKS[name].run(evidence)
             shares |= {(name, tensor): share for tensor, share in outcome.shares.items()}
             findings.extend(outcome.findings)
-        return CaseResult(case, FINDING if findings else CONFORMS, tuple(findings), shares)
+            details.extend(outcome.details)
+        status = FINDING if findings else CONFORMS
+        return CaseResult(case, status, tuple(findings), shares, details=tuple(details))
 
 
 def _needs_x64(case: Case) -> bool:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from conformance.answers import Answer
-from conformance.checks.outcome import Outcome
+from conformance.checks.outcome import Detail, Outcome
 from conformance.evidence import Evidence
 from conformance.finding import Finding
 from conformance.inputs import NUM_DRAWS
@@ -28,6 +28,8 @@ class Comparison:
     expected: float
     got: float
     allowance: float
+    shares: np.ndarray
+    """The share of every element that was compared, in the array's shape."""
 
 
 @dataclass(frozen=True)
@@ -38,15 +40,20 @@ class _Source:
     call: str
     of_vjp: bool
     comparison: Comparison
+    by_rank: tuple[float, ...]
+
+    def __str__(self) -> str:
+        return f"{self.call}, forward of its VJP" if self.of_vjp else self.call
 
 
 def check_tensors(check: str, tensors: tuple[str, ...], evidence: Evidence) -> Outcome:
     """Compares every array the target gave for these tensors; one finding a tensor, at its worst element."""
     shares: dict[str, float] = {}
     findings: list[Finding] = []
+    details: list[Detail] = []
     for tensor in tensors:
         sources = [
-            _Source(draw, call, name.endswith(" of vjp"), _compare_one(evidence, draw, call, name, tensor))
+            _source(evidence, draw, call, name, tensor)
             for draw, call, name in evidence.sources_of(tensor)
             if tensor in evidence.answer(draw, call).reference
         ]
@@ -55,7 +62,8 @@ def check_tensors(check: str, tensors: tuple[str, ...], evidence: Evidence) -> O
         shares[tensor] = max(source.comparison.share for source in sources)
         if any(not source.comparison.passes for source in sources):
             findings.append(_finding(check, tensor, evidence, sources))
-    return Outcome(shares, tuple(findings))
+        details += [_detail(tensor, source) for source in sources]
+    return Outcome(shares, tuple(findings), tuple(details))
 
 
 def compare(got: np.ndarray, reference: np.ndarray, allowance: np.ndarray, compared: np.ndarray | None) -> Comparison:
@@ -88,18 +96,40 @@ def compare(got: np.ndarray, reference: np.ndarray, allowance: np.ndarray, compa
         expected=float(reference[worst]),
         got=float(got[worst]),
         allowance=float(allowance[worst]),
+        shares=ranked,
     )
 
 
-def _compare_one(evidence: Evidence, draw: int, call: str, name: str, tensor: str) -> Comparison:
+def _source(evidence: Evidence, draw: int, call: str, name: str, tensor: str) -> _Source:
     answer: Answer = evidence.answer(draw, call)
     right = (answer.reference[tensor], answer.allowance[tensor], answer.compared.get(tensor))
+    of_vjp = name.endswith(" of vjp")
     if not answer.places:
-        return compare(evidence.in_position_order(name), *right)
+        found = compare(evidence.in_position_order(name), *right)
+        if tensor == "dsinks":
+            return _Source(draw, call, of_vjp, found, ())
+        positions = np.arange(evidence.case.problem.seq_len)
+        return _Source(draw, call, of_vjp, found, _by_rank(evidence, found.shares.swapaxes(0, 1), positions))
     places = answer.places[tensor]
     found = compare(evidence.at_places(name, places), *right)
     row, *feature = found.index
-    return dataclasses.replace(found, index=(*(int(i) for i in places[row]), *feature))
+    by_rank = _by_rank(evidence, found.shares, places[:, 1])
+    found = dataclasses.replace(found, index=(*(int(i) for i in places[row]), *feature))
+    return _Source(draw, call, of_vjp, found, by_rank)
+
+
+def _by_rank(evidence: Evidence, shares: np.ndarray, positions: np.ndarray) -> tuple[float, ...]:
+    """The largest share on each rank; `shares` [n, …] are of rows at `positions` [n]."""
+    problem = evidence.case.problem
+    rank_of = np.argsort(problem.positions()) // (problem.seq_len // problem.num_ranks)
+    ranks = rank_of[positions]
+    by_row = shares.reshape(len(shares), -1).max(axis=1)
+    return tuple(float(by_row[ranks == rank].max(initial=0.0)) for rank in range(problem.num_ranks))
+
+
+def _detail(tensor: str, source: _Source) -> Detail:
+    found = source.comparison
+    return Detail(tensor, str(source), source.draw, found.share, found.index, found.expected, found.got, source.by_rank)
 
 
 def _finding(check: str, tensor: str, evidence: Evidence, sources: list[_Source]) -> Finding:
@@ -153,7 +183,7 @@ def _sentence(evidence: Evidence, found: Comparison) -> str:
     if not has_rows:
         return words
     problem, position = evidence.case.problem, found.index[1]
-    words += f"; rank {problem.rank_of(position)} of {problem.context_parallelism * problem.ulysses_parallelism}"
+    words += f"; rank {problem.rank_of(position)} of {problem.num_ranks}"
     if problem.layout == "striped":
         return words
     chunk, offset = divmod(position, problem.chunk_len)

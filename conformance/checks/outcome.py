@@ -13,6 +13,23 @@ from conformance.finding import Finding
 
 
 @dataclass(frozen=True)
+class Detail:
+    """How one array of a target compares: where it came from, its worst element, the largest share on each rank.
+
+    `by_rank` is empty for a tensor without positions (dsinks).
+    """
+
+    tensor: str
+    source: str
+    draw: int
+    share: float
+    index: tuple[int, ...]
+    expected: float
+    got: float
+    by_rank: tuple[float, ...]
+
+
+@dataclass(frozen=True)
 class Outcome:
     """`shares` has one entry for each tensor that was looked at: the largest error as a share of its allowance.
 
@@ -21,6 +38,7 @@ class Outcome:
 
     shares: Mapping[str, float] = field(default_factory=dict)
     findings: tuple[Finding, ...] = ()
+    details: tuple[Detail, ...] = ()
 
 
 @dataclass(frozen=True)

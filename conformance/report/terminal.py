@@ -35,6 +35,21 @@ def print_run(run: Run, console: Console) -> None:
         console.print("interrupted: this is what was found so far")
 
 
+def print_details(run: Run, console: Console) -> None:
+    """Every array of a replayed case: its worst element, and its largest share of the allowance on each rank."""
+    for target in run.targets:
+        for result in target.results:
+            if not result.details:
+                continue
+            table = Table("tensor", "draw", "from", "share", "worst at", "expected", "got", "largest share by rank")
+            for detail in result.details:
+                ranks = " ".join(f"{share:.2g}" for share in detail.by_rank)
+                place = ",".join(map(str, detail.index))
+                numbers = (f"{detail.share:.3g}", place, f"{detail.expected:.6g}", f"{detail.got:.6g}", ranks)
+                table.add_row(detail.tensor, str(detail.draw), detail.source, *numbers)
+            console.print(table)
+
+
 def print_finding(finding: Finding, spec: str, occurrences: str, console: Console) -> None:
     """One finding: what, where, and the command that shows it again."""
     title = Text.assemble(

@@ -218,3 +218,14 @@ def test_a_gradient_at_padding_is_wrong_unless_zero(right_evidence: Build) -> No
     array[0, 5, 0, 0] = 1e-30
     (found,) = _outcomes(right_evidence(_PADDED, {"0/attention/dkey": array}))["gradients"].findings
     assert (found.index, found.expected) == ((0, 5, 0, 0), 0.0), "nobody sees a padding position"
+
+
+def test_details_give_the_largest_share_of_each_rank_by_positions_not_by_layout(right_evidence: Build) -> None:
+    right = right_evidence(_CASE)
+    name = "1/attention/dkey"
+    position = 13  # chunk 3 of 4 under dual_chunk_swap over two ranks: rank 0 holds chunks 0 and 3
+    outcome = CHECKS["gradients"].run(right_evidence(_CASE, _changed(right, name, (0, position, 0, 2), 0.5)))
+    (detail,) = [detail for detail in outcome.details if (detail.tensor, detail.draw) == ("dkey", 1)]
+    assert detail.by_rank == (pytest.approx(0.5, rel=1e-3), 0.0), "rank 0 alone is off"
+    assert detail.index == (0, position, 0, 2), "and where"
+    assert [d.by_rank for d in outcome.details if d.tensor == "dsinks"] == [(), ()], "dsinks lies on no rank"

@@ -10,9 +10,10 @@ from rich.console import Console
 
 from conformance.case_text import parse_case
 from conformance.checks import CHECKS
+from conformance.checks.outcome import Detail
 from conformance.devices import Devices
 from conformance.finding import Finding
-from conformance.report.terminal import print_finding, print_run, replay_command
+from conformance.report.terminal import print_details, print_finding, print_run, replay_command
 from conformance.runner import Plan, Run, TargetRun
 from conformance.session import CONFORMS, DECLINED, FINDING, CaseResult
 from conformance.target import TargetDescription
@@ -113,3 +114,15 @@ def test_two_targets_stand_side_by_side(finding: Build) -> None:
     text = _printed(run, width=160)
     assert "second" in _row(text, "check", "first"), "a column each"
     assert "finding" in _row(text, "verdict", "conforms"), "a verdict each"
+
+
+def test_details_show_each_array_with_its_worst_element_and_its_ranks() -> None:
+    detail = Detail("dkey", "attention", 1, 1.5, (0, 13, 0, 2), 0.25, 0.5, (1.5, 0.125))
+    case = parse_case("v=1 seq_len=16 sliding_window_size=3")
+    plan = Plan(("m:t",), (case,), (), Devices("cpu", 8), tuple(CHECKS))
+    target = TargetRun(TargetDescription("m:t", "target"), [CaseResult(case, CONFORMS, details=(detail,))])
+    console = Console(file=io.StringIO(), width=160)
+    print_details(Run(plan, [target]), console)
+    (row,) = [line for line in console.file.getvalue().splitlines() if "dkey" in line]  # type: ignore[attr-defined]  # a StringIO
+    cells = [cell.strip() for cell in row.strip("│").split("│")]
+    assert cells == ["dkey", "1", "attention", "1.5", "0,13,0,2", "0.25", "0.5", "1.5 0.12"], "one row an array"
