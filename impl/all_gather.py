@@ -16,6 +16,7 @@ from impl.kernels.interface import KernelOperands, LocalGradients, RowCotangents
 from impl.layer import Layer
 from impl.sharded import sharded_attention
 from impl.strategy import Operands, Received, Strategy
+from impl.wide_sums import kept_wide
 
 
 def all_gather(operands: Operands, layer: Layer, mesh: Mesh) -> tuple[Array, Array]:
@@ -58,7 +59,9 @@ def _gathered(operands: Operands, layer: Layer) -> KernelOperands:
 
 def _gather(rows: Array, layer: Layer) -> Array:
     """[batch, rows of this rank, …] → [batch, rows of all ranks, …] in position order: kernels can then skip blocks."""
-    gathered = lax.all_gather(rows, layer.context_axis, axis=1, tiled=True)
+    # The gathered axis stands first, so that its transpose is a reduce-scatter on TPU and not an all-reduce.
+    by_rank = jnp.moveaxis(lax.all_gather(rows, layer.context_axis), 0, 1)  # [batch, rank, row, …]
+    gathered = by_rank.reshape(rows.shape[0], layer.seq_len, *rows.shape[2:])
     return layouts.restore(gathered, axis=1, layout=layer.layout, context_parallelism=layer.context_parallelism)
 
 
@@ -66,4 +69,4 @@ def _home(rows: Array, gradient: Array, layer: Layer) -> Array:
     """The transpose of gathering: each rank receives the sum of all ranks' gradients of its own rows."""
     aval = jax.ShapeDtypeStruct(rows.shape, accumulation_dtype(rows.dtype))
     (home,) = jax.linear_transpose(lambda own: _gather(own, layer), aval)(gradient)
-    return home
+    return kept_wide(home, layer.context_axis)

@@ -1,7 +1,7 @@
 """The halo plan: which rows of keys travel from which rank to which, as plain integers, and its execution on a mesh.
 
 `halo_plan` is pure Python and is simulated exhaustively in tests/impl/test_exchange_plan.py; `exchange` and `key_runs`
-carry it out inside `jax.shard_map`. Both are linear in the rows, so JAX can transpose them for the gradients' way home.
+carry it out inside `jax.shard_map`, `send_home` and `add_arrived` bring the gradients back.
 """
 
 import functools
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Int32, Shaped
+from jaxtyping import Array, Float, Int32, Shaped
 
 from impl import layout as layouts
 
@@ -218,6 +218,28 @@ def exchange(
         outgoing = lax.slice_in_dim(rows, first, first + permute.rows, axis=1)
         received.append(lax.ppermute(outgoing, axis_name, permute.pairs))
     return tuple(received)
+
+
+def send_home(
+    gradients: Sequence[Float[Array, "batch halo_rows ..."]], plan: HaloPlan, axis_name: str
+) -> tuple[Float[Array, "batch halo_rows ..."], ...]:
+    """The way back of `exchange`: the gradients of what each permute brought reach the rank that sent it."""
+    return tuple(
+        lax.ppermute(rows, axis_name, [(destination, source) for source, destination in permute.pairs])
+        for rows, permute in zip(gradients, plan.permutes, strict=True)
+    )
+
+
+def add_arrived(
+    own: Float[Array, "batch rows ..."], arrived: Sequence[Float[Array, "batch halo_rows ..."]], plan: HaloPlan
+) -> Float[Array, "batch rows ..."]:
+    """Adds gradients that `send_home` brought to those of the rank's own rows."""
+    for rows, permute in zip(arrived, plan.permutes, strict=True):
+        first = permute.slot * plan.chunk + permute.start
+        padding = [(0, 0)] * own.ndim
+        padding[1] = (first, own.shape[1] - first - permute.rows)
+        own = own + jnp.pad(rows, padding)
+    return own
 
 
 def key_runs(

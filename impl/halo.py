@@ -1,11 +1,13 @@
 """The halo strategy: every chunk receives only the keys that its window reaches, from the ranks that hold them.
 
-Communication is `lax.ppermute` along the context axis by the plan in exchange.py; gradients of received rows travel the
-same way back, in float32. Tested in tests/impl/test_strategies.py and test_halo.py.
+Communication is `lax.ppermute` along the context axis by the plan in exchange.py, hidden behind queries that need no
+halo (halo_spans.py); gradients of received rows travel the same way back, in float32.
+Tested in tests/impl/test_strategies.py, test_halo.py and test_aot.py.
 """
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +17,15 @@ from jaxtyping import Array
 
 from impl import exchange, local_attention
 from impl.exchange import HaloPlan
+from impl.halo_spans import Span, spans_of
 from impl.kernels.interface import KernelOperands, LocalGradients, RowCotangents, accumulation_dtype
 from impl.layer import Layer
 from impl.sharded import sharded_attention
 from impl.strategy import Operands, Received, Strategy
+
+Tree = TypeVar("Tree")
+Other = TypeVar("Other")
+Result = TypeVar("Result")
 
 
 def halo(operands: Operands, layer: Layer, mesh: Mesh) -> tuple[Array, Array]:
@@ -35,88 +42,138 @@ def plan_of(layer: Layer) -> HaloPlan:
 
 
 def _forward(operands: Operands, layer: Layer) -> tuple[Array, Array, Received]:
-    plan = plan_of(layer)
-    send = functools.partial(exchange.exchange, plan=plan, axis_name=layer.context_axis)
+    interior, boundary = _spans(layer)
+    send = functools.partial(exchange.exchange, plan=plan_of(layer), axis_name=layer.context_axis)
     ids = operands.segment_ids
     received = Received(send(operands.key), send(operands.value), () if ids is None else send(ids))
-    results = [
-        local_attention.forward(chunk, layer, key_offset=-run.rows_before)
-        for chunk, run in zip(_chunks(operands, received, layer, plan), plan.key_runs, strict=True)
-    ]
-    out, lse = (_joined(parts) for parts in zip(*results, strict=True))
+    calls = _on_spans(local_attention.launched, interior, operands, received, layer)
+    # The interior's kernels run before anybody waits for the halo, which is on its way from the start.
+    arrived = received
+    if interior and boundary:
+        raw, arrived = _after([call.result for call in calls], received)
+        calls = [call._replace(result=result) for call, result in zip(calls, raw, strict=True)]
+    calls += _on_spans(local_attention.launched, boundary, operands, arrived, layer)
+    results = [local_attention.finished(call, layer) for call in calls]
+    out, lse = (_in_order(parts, [*interior, *boundary]) for parts in zip(*results, strict=True))
     return out, lse, received
 
 
-def _backward(
-    operands: Operands,
-    received: Received,
-    cotangents: RowCotangents,
-    layer: Layer,
-) -> LocalGradients:
-    plan = plan_of(layer)
-    chunk_cotangents = zip(*(_split(array, plan) for array in cotangents), strict=True)
-    chunks = _chunks(operands, received, layer, plan)
-    gradients = [
-        local_attention.backward(chunk, RowCotangents(*rows), layer, key_offset=-run.rows_before)
-        for chunk, run, rows in zip(chunks, plan.key_runs, chunk_cotangents, strict=True)
-    ]
+def _backward(operands: Operands, received: Received, cotangents: RowCotangents, layer: Layer) -> LocalGradients:
+    plan, (interior, boundary) = plan_of(layer), _spans(layer)
+    # The boundary's kernels run first, so that the gradients of its halo travel home while the interior's run.
+    outer = _on_spans(local_attention.backward, boundary, operands, received, layer, cotangents)
+    outer, inner_operands = _after(outer, operands) if interior and boundary else (outer, operands)
+    own, halo_gradients = _key_gradients(boundary, outer, operands, received, layer)
+    send_home = functools.partial(exchange.send_home, plan=plan, axis_name=layer.context_axis)
+    arrived = [send_home(rows) for rows in halo_gradients]
+    calls = _on_spans(local_attention.launched_backward, interior, inner_operands, received, layer, cotangents)
+    if interior and boundary:
+        raw, arrived = _after([call.result for call in calls], arrived)
+        calls = [call._replace(result=result) for call, result in zip(calls, raw, strict=True)]
+    inner = [local_attention.finished_backward(call, layer) for call in calls]
+    inner_own, _ = _key_gradients(interior, inner, operands, received, layer)
+    dkey, dvalue = (
+        exchange.add_arrived(_total(parts), rows, plan)
+        for *parts, rows in zip(*(gradients for gradients in (own, inner_own) if gradients), arrived, strict=True)
+    )
+    gradients = [*inner, *outer]
     return LocalGradients(
-        dquery=_joined([chunk.dquery for chunk in gradients]),
-        dkey=_home(operands.key, tuple(chunk.dkey for chunk in gradients), layer, plan),
-        dvalue=_home(operands.value, tuple(chunk.dvalue for chunk in gradients), layer, plan),
-        dsinks=_total([chunk.dsinks for chunk in gradients]),
+        dquery=_in_order([part.dquery for part in gradients], [*interior, *boundary]),
+        dkey=dkey,
+        dvalue=dvalue,
+        dsinks=None if operands.sinks is None else _total([part.dsinks for part in gradients]),
     )
 
 
-def _chunks(operands: Operands, received: Received, layer: Layer, plan: HaloPlan) -> list[KernelOperands]:
-    """One kernel call for each chunk of this rank: its queries, and the contiguous run of keys that they see."""
-    rank = lax.axis_index(layer.context_axis)
+def _spans(layer: Layer) -> tuple[list[Span], list[Span]]:
+    """The spans of all of a rank's chunks: (those that need no halo, those that do)."""
+    plan = plan_of(layer)
+    spans = [span for slot in range(len(plan.key_runs)) for span in spans_of(plan, layer.kernel_config.window, slot)]
+    return [span for span in spans if span.interior], [span for span in spans if not span.interior]
+
+
+def _on_spans(
+    kernel: Callable[..., Result],
+    spans: Sequence[Span],
+    operands: Operands,
+    received: Received,
+    layer: Layer,
+    cotangents: RowCotangents | None = None,
+) -> list[Result]:
+    """One kernel call for each span: its queries (and their cotangents), and the contiguous keys that they see."""
+    plan, rank = plan_of(layer), lax.axis_index(layer.context_axis)
+    keys = _keys_of(spans, operands.key, received.key, layer)
+    values = _keys_of(spans, operands.value, received.value, layer)
     ids = operands.segment_ids
-    keys = exchange.key_runs(operands.key, received.key, plan, rank)
-    values = exchange.key_runs(operands.value, received.value, plan, rank)
-    no_ids = (None,) * len(keys)
-    key_ids = no_ids if ids is None else exchange.key_runs(ids, received.segment_ids, plan, rank)
-    query_ids = no_ids if ids is None else _split(ids, plan)
-    queries = _split(operands.query, plan)
-    return [
-        KernelOperands(
-            queries[slot],
-            keys[slot],
-            values[slot],
-            exchange.chunk_positions(plan, slot, rank),
-            exchange.key_positions(plan, slot, rank),
-            query_ids[slot],
-            key_ids[slot],
+    key_ids = [None] * len(spans) if ids is None else _keys_of(spans, ids, received.segment_ids, layer)
+    results = []
+    for index, span in enumerate(spans):
+        first = span.slot * plan.chunk + span.first_query
+        queries = slice(first, first + span.queries)
+        call = KernelOperands(
+            operands.query[:, queries],
+            keys[index],
+            values[index],
+            exchange.chunk_positions(plan, span.slot, rank)[span.first_query : span.first_query + span.queries],
+            exchange.key_positions(plan, span.slot, rank)[span.first_key : span.first_key + span.keys],
+            None if ids is None else ids[:, queries],
+            key_ids[index],
             operands.sinks,
         )
-        for slot in range(len(plan.key_runs))
-    ]
+        rows = () if cotangents is None else (RowCotangents(*(array[:, queries] for array in cotangents)),)
+        results.append(kernel(call, *rows, layer, span.key_offset(plan.key_runs[span.slot].rows_before)))
+    return results
 
 
-def _home(rows: Array, run_gradients: tuple[Array, ...], layer: Layer, plan: HaloPlan) -> Array:
-    """Sums the gradients of all copies of a row where the row lives, in the accumulation dtype."""
-    rank = lax.axis_index(layer.context_axis)
+def _keys_of(spans: Sequence[Span], own: Array, received: Sequence[Array], layer: Layer) -> list[Array]:
+    """The keys of each span, out of the rank's own rows and those it received; linear in both.
 
-    def assemble(own: Array) -> tuple[Array, ...]:
-        return exchange.key_runs(own, exchange.exchange(own, plan, layer.context_axis), plan, rank)
-
-    aval = jax.ShapeDtypeStruct(rows.shape, accumulation_dtype(rows.dtype))
-    (gradient,) = jax.linear_transpose(assemble, aval)(run_gradients)
-    return gradient
-
-
-def _split(array: Array, plan: HaloPlan) -> list[Array]:
-    return [
-        lax.slice_in_dim(array, slot * plan.chunk, (slot + 1) * plan.chunk, axis=1)
-        for slot in range(len(plan.key_runs))
-    ]
+    An interior span's are sliced from the own rows directly: they must not depend on anything that travels.
+    """
+    plan, rank = plan_of(layer), lax.axis_index(layer.context_axis)
+    runs = exchange.key_runs(own, received, plan, rank) if not all(span.interior for span in spans) else ()
+    keys = []
+    for span in spans:
+        in_chunk = span.first_key - plan.key_runs[span.slot].rows_before
+        first = span.slot * plan.chunk + in_chunk if span.interior else span.first_key
+        keys.append((own if span.interior else runs[span.slot])[:, first : first + span.keys])
+    return keys
 
 
-def _joined(parts: Iterable[Array]) -> Array:
-    parts = tuple(parts)
-    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
+def _key_gradients(
+    spans: Sequence[Span], gradients: Sequence[LocalGradients], operands: Operands, received: Received, layer: Layer
+) -> tuple[list[Array], list[Sequence[Array]]]:
+    """Of key and value: (gradients of the rank's own rows, gradients of the rows it received), as the spans see them.
+
+    The transpose of `_keys_of`, in the accumulation dtype.
+    """
+    if not spans:
+        return [], [(), ()]
+    own_gradients, halo_gradients = [], []
+    for own, halo_rows, parts in (
+        (operands.key, received.key, [part.dkey for part in gradients]),
+        (operands.value, received.value, [part.dvalue for part in gradients]),
+    ):
+        avals = jax.tree.map(
+            lambda rows: jax.ShapeDtypeStruct(rows.shape, accumulation_dtype(rows.dtype)), (own, halo_rows)
+        )
+        transpose = jax.linear_transpose(lambda own, received: _keys_of(spans, own, received, layer), *avals)
+        own_gradient, halo_gradient = transpose(parts)
+        own_gradients.append(own_gradient)
+        halo_gradients.append(halo_gradient)
+    return own_gradients, halo_gradients
 
 
-def _total(parts: Sequence[Array | None]) -> Array | None:
-    """The sum over a rank's chunks of their shares of dsinks; None where the layer has no sinks."""
-    return functools.reduce(lambda total, part: None if total is None or part is None else total + part, parts)
+def _after(first: Tree, then: Other) -> tuple[Tree, Other]:
+    """Both unchanged, but whatever uses `then` runs after what makes `first`: fixes the order of the schedule."""
+    return lax.optimization_barrier((first, then))
+
+
+def _in_order(parts: Sequence[Array], spans: Sequence[Span]) -> Array:
+    """Puts the spans' rows back into the rank's order."""
+    order = sorted(range(len(spans)), key=lambda index: (spans[index].slot, spans[index].first_query))
+    return parts[0] if len(parts) == 1 else jnp.concatenate([parts[index] for index in order], axis=1)
+
+
+def _total(parts: Sequence[Any]) -> Any:
+    return functools.reduce(jnp.add, parts)

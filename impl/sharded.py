@@ -21,6 +21,7 @@ from impl.kernels.interface import LocalGradients, RowCotangents, accumulation_d
 from impl.layer import Layer
 from impl.local_attention import tensor_shard
 from impl.strategy import Operands, Received, Strategy
+from impl.wide_sums import summed
 
 RESIDUAL_NAMES = ("attention_out", "attention_lse", "attention_halo")
 """Checkpoint names of what the backward needs besides the inputs, for `jax.checkpoint_policies.save_only_these_names`.
@@ -139,4 +140,4 @@ def _whole_kv_heads(gradient: Array, heads_held: Array, layer: Layer) -> Array:
     shard = tensor_shard(layer)
     aval = jax.ShapeDtypeStruct(heads_held.shape, accumulation_dtype(heads_held.dtype))
     (placed,) = jax.linear_transpose(lambda rows: heads.select(rows, layer.heads, shard), aval)(gradient)
-    return lax.psum(placed, layer.tensor_axis).astype(heads_held.dtype)
+    return summed(placed, layer.tensor_axis).astype(heads_held.dtype)

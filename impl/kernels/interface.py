@@ -1,7 +1,8 @@
 """The signature that every local kernel shares: attention over one rank's rows, forward and backward.
 
-A kernel module exposes `forward(operands, config) -> (out, lse)` and
-`backward(operands, cotangents, config) -> LocalGradients`. No collectives in here.
+A kernel module exposes `launch(operands, config)`, whose raw result `finish(raw, operands, config)` turns into out and
+lse; likewise `launch_backward(operands, cotangents, config)` and `finish_backward(raw, operands, cotangents, config)`,
+which gives LocalGradients. A strategy may order the raw results before or after a transfer.
 """
 
 from dataclasses import dataclass

@@ -12,11 +12,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash_kernel
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as mask_info
 from jaxtyping import Array, Bool, Float, Int32
 
 from impl.kernels.interface import KernelConfig, KernelOperands, LocalGradients, RowCotangents
+from impl.kernels.pallas_cost import with_cost
 from impl.kernels.xla import sink_gradient
 
 LANES = 128
@@ -38,12 +41,8 @@ def unsupported(dtype: jnp.dtype, contiguous_keys: bool) -> str | None:
     return None
 
 
-def forward(
-    operands: KernelOperands, config: KernelConfig
-) -> tuple[
-    Float[Array, "batch query_rows num_query_heads value_dim"], Float[Array, "batch query_rows num_query_heads"]
-]:
-    """out and lse in float32. out has been rounded to the inputs' dtype by the kernel, and so has the scaled query."""
+def launch(operands: KernelOperands, config: KernelConfig) -> tuple[Array, Array]:
+    """The kernel's own out and lse: [batch, heads, padded rows, …], rows without keys not yet told apart."""
     call = _Call.of(operands, config)
     band = call.band(operands, config)
 
@@ -64,16 +63,30 @@ def forward(
         return out, lse
 
     with call.numerics():
-        out, lse = jax.vmap(one_row)(*call.padded(operands, config), call.segment_ids(operands, config))
-    out, lse = (jnp.swapaxes(rows, 1, 2)[:, : call.query_rows] for rows in (out, lse))
+        out, lse = with_cost(jax.vmap(one_row), call.cost(operands, config, matmuls=2))(
+            *call.padded(operands, config), call.segment_ids(operands, config)
+        )
+    return out, lse
+
+
+def finish(
+    launched: tuple[Array, Array], operands: KernelOperands, config: KernelConfig
+) -> tuple[
+    Float[Array, "batch query_rows num_query_heads value_dim"], Float[Array, "batch query_rows num_query_heads"]
+]:
+    """out and lse in float32. out has been rounded to the inputs' dtype by the kernel, and so has the scaled query."""
+    call = _Call.of(operands, config)
+    out, lse = (jnp.swapaxes(rows, 1, 2)[:, : call.query_rows] for rows in launched)
     # Splash masks with a large finite number: a row without keys averages all values and has an lse near that number.
     empty = lse < call.static["mask_value"] / 2
     out = jnp.where(empty[..., None], 0, out.astype(jnp.float32))
     return out, jnp.where(empty, -jnp.inf, lse)
 
 
-def backward(operands: KernelOperands, cotangents: RowCotangents, config: KernelConfig) -> LocalGradients:
-    """Gradients in float32, which the kernels have rounded to the inputs' dtype, as they have p and dlogits before."""
+def launch_backward(
+    operands: KernelOperands, cotangents: RowCotangents, config: KernelConfig
+) -> tuple[Array, Array, Array]:
+    """The kernels' own dquery, dkey, dvalue: [batch, heads, padded rows, dim], rounded to the inputs' dtype."""
     call = _Call.of(operands, config)
     band = call.band(operands, config)
 
@@ -94,21 +107,33 @@ def backward(operands: KernelOperands, cotangents: RowCotangents, config: Kernel
         )
         return dquery, dkey, dvalue
 
-    lse = jnp.where(jnp.isneginf(cotangents.lse), NO_ROW_LSE, cotangents.lse)
     rows = (
-        _head_major(lse, call.padded_queries, fill=NO_ROW_LSE),
+        _head_major(_finite_lse(cotangents), call.padded_queries, fill=NO_ROW_LSE),
         _head_major(cotangents.dout, call.padded_queries),
         _head_major(cotangents.delta, call.padded_queries),
     )
     with call.numerics():
-        gradients = jax.vmap(one_row)(*call.padded(operands, config), call.segment_ids(operands, config), *rows)
-    dquery, dkey, dvalue = (jnp.swapaxes(gradient, 1, 2).astype(jnp.float32) for gradient in gradients)
+        return with_cost(jax.vmap(one_row), call.cost(operands, config, matmuls=4))(
+            *call.padded(operands, config), call.segment_ids(operands, config), *rows
+        )
+
+
+def finish_backward(
+    launched: tuple[Array, Array, Array], operands: KernelOperands, cotangents: RowCotangents, config: KernelConfig
+) -> LocalGradients:
+    """Gradients in float32 of what the kernels have rounded, p and dlogits before the results."""
+    call = _Call.of(operands, config)
+    dquery, dkey, dvalue = (jnp.swapaxes(gradient, 1, 2).astype(jnp.float32) for gradient in launched)
     return LocalGradients(
         dquery=dquery[:, : call.query_rows] * config.scale,
         dkey=dkey[:, : call.key_rows],
         dvalue=dvalue[:, : call.key_rows],
-        dsinks=sink_gradient(operands.sinks, lse, cotangents.delta),
+        dsinks=sink_gradient(operands.sinks, _finite_lse(cotangents), cotangents.delta),
     )
+
+
+def _finite_lse(cotangents: RowCotangents) -> Float[Array, "batch query_rows num_query_heads"]:
+    return jnp.where(jnp.isneginf(cotangents.lse), NO_ROW_LSE, cotangents.lse)
 
 
 _HEAD_DIM_MINOR = dict.fromkeys(("q_layout", "k_layout", "v_layout"), splash_kernel.QKVLayout.HEAD_DIM_MINOR)
@@ -171,6 +196,19 @@ class _Call:
     def padded_keys(self) -> int:
         return _whole(self.key_rows, self.key_block)
 
+    def cost(self, operands: KernelOperands, config: KernelConfig, matmuls: int) -> pl.CostEstimate:
+        """What one kernel does: `matmuls` products of every query with the keys of its band; of a backward, dkv's."""
+        left, right = (self.key_rows if reach is None else reach for reach in config.window)
+        pairs = (
+            operands.query.shape[0] * operands.query.shape[2] * self.query_rows * min(left + 1 + right, self.key_rows)
+        )
+        arrays = (operands.query, operands.key, operands.value)
+        return pl.CostEstimate(
+            flops=2 * matmuls * pairs * operands.query.shape[3],
+            transcendentals=pairs,
+            bytes_accessed=sum(array.size * array.dtype.itemsize for array in arrays),
+        )
+
     @contextlib.contextmanager
     def numerics(self) -> Iterator[None]:
         """float32 inputs are multiplied as float32, where a TPU's default would round them to bfloat16; and block
@@ -188,21 +226,34 @@ class _Call:
         )
 
     def segment_ids(self, operands: KernelOperands, config: KernelConfig) -> Any:
-        """Ids that also hide what the window cannot: rows outside the sequence, padding tokens, padding to blocks."""
+        """Ids that also hide what the window cannot: rows outside the sequence, padding tokens, padding to blocks.
+
+        None where nothing is to be hidden: the kernel is then a shorter one.
+        """
         queries, keys = operands.query_segment_ids, operands.key_segment_ids
         if queries is None or keys is None:
+            if not self._hides_keys(config):
+                return None
             queries = jnp.zeros((operands.query.shape[0], self.query_rows), jnp.int32)
             keys = jnp.zeros((operands.key.shape[0], self.key_rows), jnp.int32)
+            unused = jnp.int32(1)
+        else:
+            unused = _unused_id(queries)
         hidden = jnp.broadcast_to(operands.key_positions < 0, keys.shape)
         if config.padding_segment_id is not None:
             hidden |= keys == config.padding_segment_id
-        unused = jax.vmap(_unused_id)(queries)[:, None]
-        keys = jnp.where(hidden, unused, keys)
-        keys = jnp.concatenate(
-            [keys, jnp.broadcast_to(unused, (keys.shape[0], self.padded_keys - self.key_rows))], axis=1
-        )
+        to_blocks = ((0, 0), (0, self.padded_keys - self.key_rows))
+        keys = jnp.where(jnp.pad(hidden, to_blocks, constant_values=True), unused, jnp.pad(keys, to_blocks))
         queries = jnp.pad(queries, ((0, 0), (0, self.padded_queries - self.query_rows)))
         return splash_kernel.SegmentIds(queries, keys)
+
+    def _hides_keys(self, config: KernelConfig) -> bool:
+        """Whether, without documents, the window may reach keys that are outside the sequence or only fill a block."""
+        if config.key_offset is None:
+            return self.padded_keys > self.key_rows
+        right = self.key_rows if config.window[1] is None else config.window[1]
+        sees_filling = self.padded_keys > self.key_rows and self.query_rows - config.key_offset + right > self.key_rows
+        return config.key_offset < 0 or self.key_rows + config.key_offset > self.query_rows or sees_filling
 
     def band(self, operands: KernelOperands, config: KernelConfig) -> _Band:
         """Block visits from positions. With a `key_offset` both runs are contiguous and the grid is as narrow as the
@@ -259,13 +310,21 @@ def _visited_by_row(
     return mask_info.MaskInfo(fetch, None, compute, None, q_sequence)
 
 
-def _unused_id(ids: Int32[Array, " rows"]) -> Int32[Array, ""]:
-    """An id that occurs nowhere in `ids`: the successor of one whose successor is not there, around int32's end."""
-    ordered = jnp.sort(ids)
-    following = jnp.roll(ordered, -1)
-    is_free = (following != ordered) & (following != ordered + 1)
-    is_free = is_free.at[-1].set(ordered[0] != ordered[-1] + 1)
-    return ordered[jnp.argmax(is_free)] + 1
+def _unused_id(ids: Int32[Array, "batch rows"]) -> Int32[Array, ""]:
+    """An id that occurs nowhere in `ids`, found bit by bit: always on the side where fewer of the ids are.
+
+    Each bit halves how many ids agree with it so far, so none does long before the last of 32.
+    """
+    bits = lax.bitcast_convert_type(ids, jnp.uint32)
+
+    def narrow(index: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
+        unused, agree = state
+        is_set = (bits >> (31 - index).astype(jnp.uint32)) & 1 == 1
+        choose_set = jnp.sum(agree & is_set) < jnp.sum(agree & ~is_set)
+        return 2 * unused + choose_set.astype(jnp.uint32), agree & (is_set == choose_set)
+
+    unused, _ = lax.fori_loop(0, 32, narrow, (jnp.uint32(0), jnp.ones(bits.shape, jnp.bool_)))
+    return lax.bitcast_convert_type(unused, jnp.int32)
 
 
 def _head_major(rows: Array, padded_rows: int, fill: float = 0) -> Array:

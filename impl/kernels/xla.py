@@ -12,7 +12,7 @@ from impl.kernels.interface import KernelConfig, KernelOperands, LocalGradients,
 from impl.kernels.query_blocks import backward_by_blocks, forward_by_blocks
 
 
-def forward(
+def launch(
     operands: KernelOperands, config: KernelConfig
 ) -> tuple[
     Float[Array, "batch query_rows num_query_heads value_dim"], Float[Array, "batch query_rows num_query_heads"]
@@ -21,9 +21,23 @@ def forward(
     return forward_by_blocks(_forward_whole, operands, config)
 
 
-def backward(operands: KernelOperands, cotangents: RowCotangents, config: KernelConfig) -> LocalGradients:
+def finish(launched: tuple[Array, Array], operands: KernelOperands, config: KernelConfig) -> tuple[Array, Array]:
+    """Nothing is left to do."""
+    del operands, config
+    return launched
+
+
+def launch_backward(operands: KernelOperands, cotangents: RowCotangents, config: KernelConfig) -> LocalGradients:
     """Gradients in the accumulation dtype: dlogits = p · (dout·v − delta), through the soft cap and the scale."""
     return backward_by_blocks(_backward_whole, operands, cotangents, config)
+
+
+def finish_backward(
+    launched: LocalGradients, operands: KernelOperands, cotangents: RowCotangents, config: KernelConfig
+) -> LocalGradients:
+    """Nothing is left to do."""
+    del operands, cotangents, config
+    return launched
 
 
 def _forward_whole(operands: KernelOperands, config: KernelConfig) -> tuple[Array, Array]:

@@ -44,6 +44,14 @@ def make_call(
     return operands, KernelConfig(window, 0.25, 5.0, padding_segment_id=2, key_offset=key_offset, interpret=True)
 
 
+def forward(kernel, operands, config):
+    return kernel.finish(kernel.launch(operands, config), operands, config)
+
+
+def backward(kernel, operands, cotangents, config):
+    return kernel.finish_backward(kernel.launch_backward(operands, cotangents, config), operands, cotangents, config)
+
+
 @pytest.mark.parametrize(
     ("name", "dtype", "sinks"),
     [
@@ -60,10 +68,10 @@ def test_splash_agrees_with_xla(name, dtype, sinks) -> None:
     delta = jnp.asarray(random.standard_normal(operands.query.shape[:3]), jnp.float32)
 
     def both(operands):
-        _, lse = xla.forward(operands, config)
+        _, lse = xla.launch(operands, config)
         cotangents = RowCotangents(dout, lse, delta)
         return {
-            kernel.__name__: (*kernel.forward(operands, config), *kernel.backward(operands, cotangents, config))
+            kernel.__name__: (*forward(kernel, operands, config), *backward(kernel, operands, cotangents, config))
             for kernel in (xla, splash)
         }
 
@@ -84,7 +92,7 @@ def test_splash_agrees_with_xla(name, dtype, sinks) -> None:
     [[0, 0, 0], [5, 6, 7], [2**31 - 1, -(2**31)], [2**31 - 1, -(2**31), -(2**31) + 1], [-1, 1, -1], [2**31 - 1]],
 )
 def test_an_unused_id_occurs_nowhere(ids) -> None:
-    unused = int(splash._unused_id(jnp.asarray(ids, jnp.int32)))
+    unused = int(splash._unused_id(jnp.asarray([ids], jnp.int32)))
     assert unused not in ids, "an id that hides a row must not be anybody's own"
 
 
@@ -104,8 +112,8 @@ def test_walking_in_blocks_of_queries_changes_nothing(call, monkeypatch) -> None
     dout, delta = (jnp.asarray(random.standard_normal((1, call["queries"], 2, *size))) for size in ((8,), ()))
 
     def run(operands):
-        out, lse = xla.forward(operands, config)
-        return out, lse, *xla.backward(operands, RowCotangents(dout, lse, delta), config)
+        out, lse = forward(xla, operands, config)
+        return out, lse, *backward(xla, operands, RowCotangents(dout, lse, delta), config)
 
     blocked = jax.jit(run)(operands)
     monkeypatch.setattr(query_blocks, "BLOCK", 1000)
@@ -120,7 +128,7 @@ def test_temporary_memory_follows_the_window_not_the_square_of_the_rows() -> Non
     def temporary_bytes(rows: int) -> int:
         shape = {"queries": rows, "keys": rows + 64, "first_query": 0, "key_offset": -64, "window": (64, 0)}
         operands, config = make_call(**shape, dtype="float32", sinks=False)
-        compiled = jax.jit(lambda operands: xla.forward(operands, config)).lower(operands).compile()
+        compiled = jax.jit(lambda operands: forward(xla, operands, config)).lower(operands).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
     assert temporary_bytes(4096) < 3 * temporary_bytes(2048), "twice the rows may take twice the memory, not four times"
@@ -141,6 +149,6 @@ def test_a_call_with_more_keys_traces_to_the_same_program(kernel, traced_equatio
             jax.ShapeDtypeStruct((rows + 512,), jnp.int32),
             sinks=jax.ShapeDtypeStruct((2,), jnp.float32),
         )
-        return len(traced_equations(lambda call: kernel.forward(call, config), operands))
+        return len(traced_equations(lambda call: forward(kernel, call, config), operands))
 
     assert equations(2**20) == equations(2**14), "nothing in the traced program may grow with the sequence"

@@ -6,7 +6,7 @@ The dense float64 kernel leaves nothing for a collective fault to hide behind. R
 import pytest
 from jax.sharding import AxisType
 
-from impl import AttentionType
+from impl import AttentionType, halo_spans
 
 CHUNK = 6
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
@@ -67,6 +67,13 @@ def test_a_global_layer_sees_every_key_up_to_its_own(check_exact, strategy, layo
 )
 def test_ring_is_exact_with_a_window(check_exact, layout, context, window) -> None:
     check_exact(strategy="ring", layout=layout, context=context, seq_len=8 * context, window=window, sinks=True)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("window", [(3, 0), (2, 3)])
+def test_halo_is_exact_where_a_chunk_is_split_to_hide_the_halo(check_exact, layout, window, monkeypatch) -> None:
+    monkeypatch.setattr(halo_spans, "BOUNDARY_MULTIPLE", 4)
+    check_exact(context=3, layout=layout, seq_len=96, window=window, documents=(30, 66), sinks=True)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
