@@ -30,6 +30,7 @@ _EXACT_STRIDE = 5
 _FURTHER_LEVELS = {
     "layout": ("contiguous", "dual_chunk_swap", "dual_chunk_swap"),
     "ranks": ("1", "2", "2", "2", "3", "3", "3", "4", "4", "5", "8"),
+    "mesh": ("1x1", "1x1", "2x1", "2x1", "1x2", "1x2", "2x2", "3x1", "1x1x2"),
     "chunk_len": ("4", "7", "8", "12", "16"),
     "window": (
         *("1", "2", "C-1", "C", "C+1", "2C-1", "2C+1", "S-1", "S+1"),

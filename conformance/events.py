@@ -59,6 +59,7 @@ def _mesh_events(problem: Problem) -> dict[str, bool]:
         "one rank": ranks == 1,
         "odd number of ranks": ranks > 1 and ranks % 2 == 1,
         "five or more ranks beside another axis": ranks >= 5 and problem.num_devices > ranks,
+        "sequence on two axes": problem.ulysses_parallelism > 1,
         "data and tensor axes at once": problem.data_parallelism > 1 and tensor > 1,
         "context is not the middle axis": problem.mesh_axes[1] != "context" and problem.num_devices > ranks > 1,
         "kv heads replicated over tensor": replicated,

@@ -109,7 +109,7 @@ class Problem:
 
     def positions(self) -> np.ndarray:
         """int32 [seq_len]: the position of the token that stands at each index of the arrays, in this layout."""
-        return oracle.layout.permutation(self.layout, self.seq_len, self.num_ranks).astype(np.int32)
+        return oracle.layout.permutation(self.layout, self.seq_len, self.context_parallelism).astype(np.int32)
 
     @property
     def num_devices(self) -> int:
@@ -132,14 +132,13 @@ class Problem:
         return tuple(shape)
 
     @property
-    def num_ranks(self) -> int:
-        """Ranks that the sequence lies on."""
-        return self.context_parallelism * self.ulysses_parallelism
-
-    @property
     def num_chunks(self) -> int:
-        """Chunks the sequence is cut into by the layout; under `striped` it counts ranks."""
-        return 2 * self.num_ranks if self.layout == "dual_chunk_swap" else self.num_ranks
+        """Chunks the sequence is cut into by the layout; under `striped` it counts ranks.
+
+        The layout is that of the context axis alone: along `ulysses` a rank's rows are cut evenly.
+        """
+        ranks = self.context_parallelism
+        return 2 * ranks if self.layout == "dual_chunk_swap" else ranks
 
     @property
     def chunk_len(self) -> int:
@@ -149,7 +148,7 @@ class Problem:
     def rank_of(self, position: int) -> int:
         """The rank along the context axis that holds `position`."""
         index = int(np.flatnonzero(self.positions() == position)[0])
-        return index // (self.seq_len // self.num_ranks)
+        return index // (self.seq_len // self.context_parallelism)
 
 
 @dataclass(frozen=True)
@@ -254,8 +253,10 @@ def _validate_window(problem: Problem) -> None:
 def _validate_divisibility(problem: Problem) -> None:
     orders = tuple(itertools.permutations(("data", "context", "tensor")))
     _require(problem.mesh_axes in orders, "mesh_axes", problem.mesh_axes, "must order data, context, tensor")
+    context, ulysses = problem.context_parallelism, problem.ulysses_parallelism
     for field, divisor, name in (
         ("seq_len", problem.num_chunks, f"the {problem.num_chunks} chunks of {problem.layout}"),
+        ("seq_len", context * ulysses, f"the {context * ulysses} devices of the context and ulysses axes"),
         ("batch", problem.data_parallelism, f"data_parallelism={problem.data_parallelism}"),
         ("num_query_heads", problem.num_kv_heads, f"num_kv_heads={problem.num_kv_heads}"),
         ("num_query_heads", problem.tensor_parallelism, f"tensor_parallelism={problem.tensor_parallelism}"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -54,7 +55,19 @@ WINDOWS: dict[str, WindowRule] = {
 FEATURES = (
     Feature("layout", {name: name for name in LAYOUTS}),
     Feature("ranks", {str(ranks): ranks for ranks in (1, 2, 3, 4, 5, 8)}),
-    Feature("mesh", {f"{data}x{tensor}": (data, tensor) for data, tensor in ((1, 1), (2, 1), (1, 2), (2, 2), (3, 1))}),
+    # Sizes of the axes data, tensor and ulysses.
+    Feature(
+        "mesh",
+        {
+            "1x1": (1, 1, 1),
+            "2x1": (2, 1, 1),
+            "1x2": (1, 2, 1),
+            "2x2": (2, 2, 1),
+            "3x1": (3, 1, 1),
+            "1x1x2": (1, 1, 2),
+            "1x2x2": (1, 2, 2),
+        },
+    ),
     Feature("mesh_axes", {",".join(axes): axes for axes in itertools.permutations(("data", "context", "tensor"))}),
     Feature("axis_types", {name: name for name in AXIS_TYPES}),
     Feature("device_order", {name: name for name in DEVICE_ORDERS}),
@@ -88,7 +101,7 @@ def features_for(num_devices: int) -> tuple[Feature, ...]:
 
     def fits(feature: Feature, level: str) -> bool:
         meaning = feature.levels[level]
-        needed = {"ranks": lambda: meaning, "mesh": lambda: meaning[0] * meaning[1]}.get(feature.name, lambda: 1)()
+        needed = {"ranks": lambda: meaning, "mesh": lambda: math.prod(meaning)}.get(feature.name, lambda: 1)()
         return needed <= num_devices
 
     return tuple(
@@ -108,12 +121,12 @@ def forbidden_pairs(num_devices: int) -> frozenset[frozenset[Choice]]:
     pairs = [
         (("ranks", ranks), ("mesh", mesh))
         for ranks, mesh in itertools.product(levels["ranks"], levels["mesh"])
-        if int(ranks) * levels["mesh"][mesh][0] * levels["mesh"][mesh][1] > num_devices
+        if int(ranks) * math.prod(levels["mesh"][mesh]) > num_devices
     ]
     pairs += [
         (("mesh", mesh), ("heads", heads))
         for mesh, heads in itertools.product(levels["mesh"], levels["heads"])
-        if levels["heads"][heads][0] % levels["mesh"][mesh][1]
+        if levels["heads"][heads][0] % (levels["mesh"][mesh][1] * levels["mesh"][mesh][2])
     ]
     # Padding is a segment id, so there is none where there are no segment ids.
     pairs += [(("documents", "none"), ("padding", padding)) for padding in levels["padding"] if padding != "none"]
@@ -130,10 +143,12 @@ def is_allowed(row: Row, forbidden: frozenset[frozenset[Choice]]) -> bool:
 def case_of(row: Row, seed: int) -> Case:
     """The case of a row; what its levels leave open (which border, how much padding) follows from the seed."""
     level = {feature.name: feature.levels[row[feature.name]] for feature in FEATURES}
-    ranks, chunk_len = level["ranks"], level["chunk_len"]
+    data_parallelism, tensor_parallelism, ulysses_parallelism = level["mesh"]
+    # The ulysses axis cuts a rank's rows evenly; two odd chunks a rank are even together.
+    pieces = ulysses_parallelism if level["layout"] != "dual_chunk_swap" else 1
+    ranks, chunk_len = level["ranks"], math.ceil(level["chunk_len"] / pieces) * pieces
     seq_len = chunk_len * ranks * (2 if level["layout"] == "dual_chunk_swap" else 1)
     size_or_window = level["window"](chunk_len, seq_len)
-    data_parallelism, tensor_parallelism = level["mesh"]
     num_query_heads, num_kv_heads = level["heads"]
     head_dim, value_dim, shared_kv = level["dims"]
     problem = Problem(
@@ -147,6 +162,7 @@ def case_of(row: Row, seed: int) -> Case:
         window=size_or_window if isinstance(size_or_window, tuple) else None,  # type: ignore[arg-type]  # None: derived
         layout=level["layout"],
         context_parallelism=ranks,
+        ulysses_parallelism=ulysses_parallelism,
         data_parallelism=data_parallelism,
         tensor_parallelism=tensor_parallelism,
         mesh_axes=level["mesh_axes"],

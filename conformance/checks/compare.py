@@ -121,10 +121,10 @@ def _source(evidence: Evidence, draw: int, call: str, name: str, tensor: str) ->
 def _by_rank(evidence: Evidence, shares: np.ndarray, positions: np.ndarray) -> tuple[float, ...]:
     """The largest share on each rank; `shares` [n, …] are of rows at `positions` [n]."""
     problem = evidence.case.problem
-    rank_of = np.argsort(problem.positions()) // (problem.seq_len // problem.num_ranks)
+    rank_of = np.argsort(problem.positions()) // (problem.seq_len // problem.context_parallelism)
     ranks = rank_of[positions]
     by_row = shares.reshape(len(shares), -1).max(axis=1)
-    return tuple(float(by_row[ranks == rank].max(initial=0.0)) for rank in range(problem.num_ranks))
+    return tuple(float(by_row[ranks == rank].max(initial=0.0)) for rank in range(problem.context_parallelism))
 
 
 def _detail(tensor: str, source: _Source) -> Detail:
@@ -183,7 +183,7 @@ def _sentence(evidence: Evidence, found: Comparison) -> str:
     if not has_rows:
         return words
     problem, position = evidence.case.problem, found.index[1]
-    words += f"; rank {problem.rank_of(position)} of {problem.num_ranks}"
+    words += f"; rank {problem.rank_of(position)} of {problem.context_parallelism}"
     if problem.layout == "striped":
         return words
     chunk, offset = divmod(position, problem.chunk_len)

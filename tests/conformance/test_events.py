@@ -34,6 +34,7 @@ EXAMPLES = [
         "context_parallelism=8 tensor_parallelism=2",
         "context_parallelism=4 tensor_parallelism=2",
     ),
+    ("sequence on two axes", "ulysses_parallelism=2", "ulysses_parallelism=1"),
     (
         "data and tensor axes at once",
         "data_parallelism=2 batch=2 tensor_parallelism=2",

@@ -61,7 +61,10 @@ def test_the_rank_of_a_position_is_that_of_its_chunk():
 def test_ulysses_ranks_lie_beside_the_context_axis_and_hold_the_sequence_too():
     problem = Problem(seq_len=8, context_parallelism=2, ulysses_parallelism=2, mesh_axes=("context", "tensor", "data"))
     assert problem.mesh_shape == (("context", 2), ("ulysses", 2), ("tensor", 1), ("data", 1)), "ulysses after context"
-    assert (problem.num_devices, problem.num_chunks) == (4, 4), "four ranks in all"
+    assert (problem.num_devices, problem.num_chunks) == (4, 2), "the layout is that of the context axis alone"
+    assert [problem.rank_of(position) for position in range(8)] == [0, 0, 0, 0, 1, 1, 1, 1], "as without ulysses"
+    with pytest.raises(InvalidCase, match="seq_len must be divisible by the 4 devices"):
+        problem.replace(seq_len=6)
     assert [axis for axis, _ in Problem().mesh_shape] == ["data", "context", "tensor"], "no axis that nobody uses"
 
 

@@ -13,6 +13,7 @@ from conformance.session import CONFORMS, Session
 from conformance.target import load_target
 
 _HALO, _ALL_GATHER = "conformance.targets.bundled:halo", "conformance.targets.bundled:all_gather"
+_RING, _ULYSSES, _USP = (f"conformance.targets.bundled:{name}" for name in ("ring", "ulysses", "usp"))
 _JAX_NN = "conformance.targets.jax_nn:dot_product_attention"
 
 _SMALL = "v=1 batch=2 seq_len=12 num_query_heads=4 num_kv_heads=2 head_dim=4 context_parallelism=3 data_parallelism=2"
@@ -23,16 +24,22 @@ _SINKS = f"{_SMALL} sliding_window_size=5 sinks=true attn_logits_soft_cap=5.0 va
 _EXACT = f"{_SMALL} sliding_window_size=5 dtype=float64 layout=dual_chunk_swap documents=5+7/12"
 _STRIPED = f"{_SMALL} sliding_window_size=5 layout=striped axis_types=mixed"
 _GLOBAL = f"{_SMALL} layout=dual_chunk_swap"
+_SIX_HEADS = "v=1 batch=2 seq_len=12 num_query_heads=6 num_kv_heads=2 head_dim=4 context_parallelism=3"
+_TWO_AXES_GLOBAL = "v=1 seq_len=16 num_query_heads=4 head_dim=4 ulysses_parallelism=2 layout=dual_chunk_swap"
+_TWO_AXES = f"{_TWO_AXES_GLOBAL} sliding_window_size=6 documents=5+11 axis_types=explicit"
 
 
 @pytest.mark.parametrize(
     ("spec", "texts"),
     [
-        (_HALO, [_TWO_HOPS, _TWO_SIDED, _ONE_KEY, _SINKS, _EXACT]),
+        (_HALO, [_TWO_HOPS, _TWO_SIDED, _ONE_KEY, _SINKS, _EXACT, _TWO_AXES]),
         (_ALL_GATHER, [_TWO_HOPS, _TWO_SIDED, _ONE_KEY, _SINKS, _EXACT, _STRIPED, _GLOBAL]),
+        (_RING, [_TWO_HOPS, _SINKS, _STRIPED, _GLOBAL, _TWO_AXES]),
+        (_ULYSSES, [f"{_SIX_HEADS} sliding_window_size=5 sinks=true layout=dual_chunk_swap", _SIX_HEADS]),
+        (_USP, [_TWO_AXES, _TWO_AXES_GLOBAL]),
         (_JAX_NN, [_TWO_HOPS, _TWO_SIDED, _ONE_KEY, _STRIPED, _GLOBAL]),
     ],
-    ids=["halo", "all_gather", "jax.nn"],
+    ids=["halo", "all_gather", "ring", "ulysses", "usp", "jax.nn"],
 )
 def test_a_right_target_conforms_on_all_that_it_claims(spec: str, texts: list[str]) -> None:
     session = Session(spec, Devices("cpu", 16))
@@ -49,8 +56,10 @@ def test_a_right_target_conforms_on_all_that_it_claims(spec: str, texts: list[st
     [
         (_HALO, {"layout": "striped"}, "halo needs chunks"),
         (_HALO, {"sliding_window_size": None}, "halo is for LOCAL_SLIDING layers"),
-        (_HALO, {"ulysses_parallelism": 2}, "halo shards the sequence over the context axis alone"),
-        (_ALL_GATHER, {"ulysses_parallelism": 2}, "all_gather shards the sequence over the context axis alone"),
+        (_ALL_GATHER, {"ulysses_parallelism": 2, "sliding_window_size": None}, "over the context axis alone"),
+        (_USP, {}, "needs the sequence on two axes"),
+        (_USP, {"ulysses_parallelism": 4}, "cuts the query heads into 4 shards"),
+        (_ULYSSES, {"context_parallelism": 4}, "cuts the query heads into 4 shards"),
         (_JAX_NN, {"sinks": True}, "has no sinks"),
         (_JAX_NN, {"attn_logits_soft_cap": 5.0}, "has no soft cap"),
         (_JAX_NN, {"value_dim": 4}, "has one head_dim"),
@@ -68,7 +77,9 @@ def test_the_bundled_ones_take_most_of_the_quick_list(small_cases: Callable[...,
     halo, all_gather = load_target(_HALO), load_target(_ALL_GATHER)
     for case in small_cases(60):
         problem = case.problem
-        assert all_gather.supports(problem) is None, format_case(case)
+        on_two_axes = problem.ulysses_parallelism > 1
+        takes = not (on_two_axes and problem.window == (None, 0))
+        assert (all_gather.supports(problem) is None) is takes, format_case(case)
         takes = problem.layout != "striped" and problem.window[0] is not None
         assert (halo.supports(problem) is None) is takes, format_case(case)
 
