@@ -104,7 +104,8 @@ class Block(NamedTuple):
 class BlockForward(NamedTuple):
     """The answer of a block, and what its derivative needs. Hidden keys have probability 0."""
 
-    logits: Float64[np.ndarray, "group query key"]  # after the cap
+    products: Float64[np.ndarray, "group query key"]  # scale * query.key, hidden keys too
+    logits: Float64[np.ndarray, "group query key"]  # the same after the cap
     slope: Float64[np.ndarray, "group query key"]  # d (logits after the cap) / d (logits before it)
     probabilities: Float64[np.ndarray, "group query key"]
     sink_share: Float64[np.ndarray, "group query"]  # probability of the sink
@@ -135,7 +136,8 @@ class SolvedBlock(NamedTuple):
 
 def forward_block(block: Block) -> BlockForward:
     """Attention of a block's query rows (docs/semantics.md, 1 to 5)."""
-    logits, slope = soft_capped(block.scale * (block.query @ block.key.T), block.attn_logits_soft_cap)
+    products = block.scale * (block.query @ block.key.T)
+    logits, slope = soft_capped(products, block.attn_logits_soft_cap)
     masked = np.where(block.visible, logits, -np.inf)
     sinks = block.sinks[:, None]
     largest = np.maximum(masked.max(axis=-1), sinks)
@@ -147,6 +149,7 @@ def forward_block(block: Block) -> BlockForward:
     denominator = np.where(is_empty, 1.0, total)
     probabilities = weights / denominator[..., None]
     return BlockForward(
+        products=products,
         logits=logits,
         slope=slope,
         probabilities=probabilities,

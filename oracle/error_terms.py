@@ -90,7 +90,7 @@ def key_terms(
     out_worst = _out_worst(block, forward, softmax, numerics)
     delta = _delta_terms(forward, dout, dlse, dout @ block.value.T, out_worst, numerics)
     block = block._replace(key=block.key[columns], value=block.value[columns], visible=block.visible[:, columns])
-    forward = forward._replace(**_columns_of(forward, ("logits", "slope", "probabilities"), columns))
+    forward = forward._replace(**_columns_of(forward, ("products", "logits", "slope", "probabilities"), columns))
     softmax = softmax._replace(**_columns_of(softmax, ("products", "weights", "probabilities"), columns))
     solved = SolvedBlock(block, dout, dlse, forward, vjp_block(block, forward, dout, dlse))
     dproducts = _dproducts_terms(solved, softmax, delta, numerics)
@@ -136,7 +136,7 @@ class _SoftmaxErrors(NamedTuple):
 def _softmax_errors(block: Block, forward: BlockForward, numerics: Numerics) -> _SoftmaxErrors:
     """From the products to the probabilities, as the forward normalises them and as the backward recomputes them."""
     precision, few = numerics.precision, numerics.sums(1)
-    products = _products_error(block, numerics)
+    products = _products_error(block, forward, numerics)
     logits = products * forward.slope
     if block.attn_logits_soft_cap is not None:
         logits += (few + precision.logits_roundoff) * np.abs(forward.logits)
@@ -165,15 +165,23 @@ def _grown(exponent_error: Float64[np.ndarray, "*shape"]) -> Float64[np.ndarray,
     return np.expm1(np.minimum(exponent_error, 100.0))
 
 
-def _products_error(block: Block, numerics: Numerics) -> Float64[np.ndarray, "group query key"]:
+def _products_error(block: Block, forward: BlockForward, numerics: Numerics) -> Float64[np.ndarray, "group query key"]:
     """Of scale * query.key. Rounded inputs are shared by all keys of a query: within its logits, not across them, do
     their roundings count as independent."""
     precision = numerics.precision
     absolute = abs(block.scale) * (np.abs(block.query) @ np.abs(block.key).T)
-    sums = numerics.sums(block.key.shape[1]) + precision.logits_roundoff
+    sums = numerics.sums(block.key.shape[1]) * _largest_partial_sum(absolute, forward.products)
     inputs = (precision.query_roundoff, precision.input_roundoff, precision.input_roundoff)
     rounded = Roundings.of(block.query, *inputs).matmul(block.key.T).times(block.scale)
-    return sums * absolute + rounded.bound(numerics.independent)
+    return sums + precision.logits_roundoff * np.abs(forward.products) + rounded.bound(numerics.independent)
+
+
+def _largest_partial_sum(
+    absolute: Float64[np.ndarray, "*shape"], total: Float64[np.ndarray, "*shape"]
+) -> Float64[np.ndarray, "*shape"]:
+    """The positive terms alone, or the negative ones, from the sum of absolute values and the sum: no order of
+    summation comes to more."""
+    return (absolute + np.abs(total)) / 2.0
 
 
 def _out_terms(block: Block, forward: BlockForward, softmax: _SoftmaxErrors, numerics: Numerics) -> Terms:
@@ -216,7 +224,8 @@ def _dproducts_terms(solved: SolvedBlock, softmax: _SoftmaxErrors, delta: Terms,
     """dproducts = slope * probability * (its cotangent - delta + dlse), without what delta's roundings add."""
     block, dout, dlse, forward, gradients = solved
     precision, few, size = numerics.precision, numerics.sums(1), np.abs(gradients.dlogits)
-    dprobabilities = numerics.sums(dout.shape[-1]) * (np.abs(dout) @ np.abs(block.value).T)
+    absolute = np.abs(dout) @ np.abs(block.value).T
+    dprobabilities = numerics.sums(dout.shape[-1]) * _largest_partial_sum(absolute, gradients.dprobabilities)
     inputs = Roundings.of(dout, precision.input_roundoff, precision.input_roundoff)
     dprobabilities += inputs.matmul(block.value.T).bound(numerics.independent)
     dlogits = size * softmax.probabilities + forward.probabilities * (dprobabilities + delta.worst[..., None])

@@ -121,7 +121,8 @@ def by_loops(case, roundoffs, tiny, structured):
             inputs = Together()
             for d in range(head_dim):
                 inputs.add(scale * query[b, q, h, d] * key[b, k, kv, d], u_query, u_input, u_input)
-            e_product[k] = (sums(head_dim) + u_logit) * size + inputs.bound(structured)
+            partial = (size + abs(plain)) / 2  # the terms of one sign
+            e_product[k] = sums(head_dim) * partial + u_logit * abs(plain) + inputs.bound(structured)
             logit[k] = plain if cap is None else cap * math.tanh(plain / cap)
             slope[k] = 1.0 if cap is None else 1 - math.tanh(plain / cap) ** 2
             e_logit = slope[k] * e_product[k] + (0.0 if cap is None else (few + u_logit) * abs(logit[k]))
@@ -165,7 +166,7 @@ def by_loops(case, roundoffs, tiny, structured):
             for v in range(value_dim):
                 inputs.add(dout[b, q, h, v] * value[b, k, kv, v], u_input, u_input)
             size = sum(abs(dout[b, q, h, v] * value[b, k, kv, v]) for v in range(value_dim))
-            e_dp = sums(value_dim) * size + inputs.bound(structured)
+            e_dp = sums(value_dim) * (size + abs(dp[k])) / 2 + inputs.bound(structured)
             dlogit = p[k] * (dp[k] + row)
             e_dproduct = slope[k] * (abs(dlogit) * (e_p[k] + few) + p[k] * (e_dp + e_delta))
             if cap is not None:
