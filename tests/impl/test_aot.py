@@ -1,0 +1,126 @@
+"""Compiled for an absent v6e, at 128K tokens: what travels, how wide, behind which kernel, and in how much memory.
+
+Needs libtpu (`pip install halocheck[aot]`); compiles in a process of its own, since libtpu reads the environment once.
+"""
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed: halocheck[aot]"),
+]
+
+PROGRAM = """
+import json, sys
+import jax, jax.numpy as jnp, numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+import impl
+
+fields, kv_heads, dtype = json.loads(sys.argv[1])
+topology = topologies.get_topology_desc(platform="tpu", topology_name="v6e:2x4")
+tensor = fields.pop("tensor", 1)
+mesh = Mesh(np.array(topology.devices).reshape(8 // tensor, tensor), ("context", "tensor"))
+config = impl.AttentionConfig(sliding_window_size=1024, **fields)
+local = config.local_context_parallel_strategy
+kind = impl.AttentionType.LOCAL_SLIDING if local else impl.AttentionType.GLOBAL
+
+def shape(heads):
+    spec = PartitionSpec(None, "context", "tensor" if heads % tensor == 0 else None)
+    return jax.ShapeDtypeStruct((1, 131072, heads, 256), dtype, sharding=NamedSharding(mesh, spec))
+
+def step(query, key, value, dout):
+    def attention(*inputs):
+        return impl.attention(*inputs, mesh=mesh, config=config, attention_type=kind)
+    out, vjp = jax.vjp(attention, query, key, value)
+    return out, vjp(dout)
+
+compiled = jax.jit(step).lower(shape(16), shape(kv_heads), shape(kv_heads), shape(16)).compile()
+print(json.dumps({"hlo": compiled.as_text(), "temporary": compiled.memory_analysis().temp_size_in_bytes}))
+"""
+
+COLLECTIVE = r"all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
+
+
+def compiled_for_v6e(kv_heads: int = 8, dtype: str = "bfloat16", **fields) -> dict:
+    environment = dict(
+        os.environ,
+        JAX_PLATFORMS="cpu",
+        TPU_SKIP_MDS_QUERY="1",
+        TPU_ACCELERATOR_TYPE="v6e-8",
+        TPU_WORKER_HOSTNAMES="localhost",
+        ALLOW_MULTIPLE_LIBTPU_LOAD="1",
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", PROGRAM, json.dumps([fields, kv_heads, dtype])],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+    assert run.returncode == 0, f"compiling failed:\n{run.stderr[-3000:]}"
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+def schedule(hlo: str) -> list[str]:
+    """The names of the collectives and kernels of the entry computation, in the order in which they run."""
+    entry = hlo[hlo.index("ENTRY ") :]
+    return re.findall(
+        rf"%((?:{COLLECTIVE})(?:-start|-done)?(?:\.\d+)?|splash_mha_(?:fwd|dq|dkv)\w*(?:\.\d+)?) = \(?[a-z]", entry
+    )
+
+
+def between(order: list[str], start: str) -> list[str]:
+    return order[order.index(start) + 1 : order.index(start.replace("-start", "-done"))]
+
+
+@pytest.mark.parametrize(
+    "load_balance", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["contiguous", "dual_chunk_swap"]
+)
+def test_the_interior_kernels_run_while_the_halo_travels(load_balance) -> None:
+    compiled = compiled_for_v6e(local_context_parallel_strategy="halo", context_parallel_load_balance=load_balance)
+    order = schedule(compiled["hlo"])
+    permutes = [name for name in order if name.startswith("collective-permute-start")]
+    assert len(permutes) == (8 if load_balance else 4), "keys and values, forward and back, once for each chunk"
+    behind = {start: [name for name in between(order, start) if "splash" in name] for start in permutes}
+    assert all(behind.values()), f"a transfer is not hidden behind a kernel: {behind}"
+    kinds = {
+        phase for kernels in behind.values() for name in kernels for phase in ("fwd", "d") if f"mha_{phase}" in name
+    }
+    assert kinds == {"fwd", "d"}, "hidden in the forward and in the backward"
+    others = [name for name in order if re.match(COLLECTIVE, name) and "collective-permute" not in name]
+    assert others == [], f"halo needs no other collective: {others}"
+    assert compiled["temporary"] < 2**30, "no array of the whole sequence's size"
+
+
+def collective_dtypes(hlo: str, kind: str) -> set[str]:
+    return set(re.findall(rf"= \(?([a-z0-9]+)\[[^=]*? {kind}(?:-start)?\(", hlo))
+
+
+@pytest.mark.slow
+def test_all_gather_sums_its_gradients_in_float32() -> None:
+    hlo = compiled_for_v6e(context_parallel_strategy="all_gather")["hlo"]
+    assert collective_dtypes(hlo, "reduce-scatter") == {"f32"}, "XLA narrows such sums unless it is kept from it"
+    assert collective_dtypes(hlo, "all-reduce") == set(), "a reduce-scatter, not an all-reduce of twice the bytes"
+
+
+@pytest.mark.slow
+def test_replicated_kv_heads_sum_their_gradients_in_float32() -> None:
+    hlo = compiled_for_v6e(kv_heads=1, tensor=2, local_context_parallel_strategy="halo")["hlo"]
+    assert collective_dtypes(hlo, "all-reduce") == {"f32"}, "the sum over tensor shards must not be rounded on the way"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ring", "ulysses"])
+@pytest.mark.parametrize("load_balance", [False, True], ids=["contiguous", "dual_chunk_swap"])
+def test_other_strategies_compile_and_fit(strategy, load_balance) -> None:
+    compiled = compiled_for_v6e(context_parallel_strategy=strategy, context_parallel_load_balance=load_balance)
+    assert compiled["temporary"] < 8 * 2**30, "fits beside a model in a v6e's 32 GiB"
+    assert "splash_mha_fwd" in compiled["hlo"], "Pallas kernels, chosen by the platform of the mesh's devices"
