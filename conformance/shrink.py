@@ -1,7 +1,7 @@
 """From a failing case to the smallest one that still shows the same kind of finding: greedy, field by field.
 
-Each candidate costs one execution of the target, so the large jumps come first. May touch: cases only; the caller runs
-them. Tests: tests/conformance/test_shrink.py.
+Each candidate costs one execution of the target, so large jumps come first. May touch: cases; the caller runs them.
+Tests: tests/conformance/test_shrink.py.
 """
 
 from __future__ import annotations
@@ -38,6 +38,9 @@ _PLAIN: dict[str, object] = {
 }
 _SMALL_CHUNKS = (2, 4, 8, 16, 32)
 
+Step = Callable[[Case], Iterator[Case]]
+"""From a case to simpler ones, the simplest first."""
+
 
 def case_size(case: Case) -> tuple[int, int, int, int]:
     """How much a person has to read and hold in mind: words of the text, tokens, reach of the window, letters.
@@ -55,64 +58,67 @@ def shrink(case: Case, shows: Callable[[Case], bool], executions: int) -> Case:
 
     `case` itself is taken to show the finding. Every step makes `case_size` smaller, so it ends.
     """
-    smallest = case
+    smallest, left = case, executions
     tried = {format_case(case)}
-    left = executions
-    progress = True
-    while progress and left > 0:
-        progress = False
-        for candidate in _candidates(smallest):
+
+    def takes(step: Step) -> bool:
+        """Goes on with the first candidate of the step that shows the finding, if there is one."""
+        nonlocal smallest, left
+        for candidate in step(smallest):
             text = format_case(candidate)
             if text in tried or case_size(candidate) >= case_size(smallest):
                 continue
+            if left == 0:
+                return False
             tried.add(text)
             left -= 1
             if shows(candidate):
-                smallest, progress = candidate, True
-                break
-            if left == 0:
-                break
+                smallest = candidate
+                return True
+        return False
+
+    for jump in _JUMPS:
+        if takes(jump):
+            break
+    while sum(takes(step) for step in _STEPS):  # a round is every step in turn; the last one changes nothing
+        pass
     return smallest
 
 
-def _candidates(case: Case) -> Iterator[Case]:
-    """Simpler cases, the largest jumps first."""
-    documents = ("documents", "padding", "segments")
-    for kept in ((), documents, ("dtype",), ("values",), ("sinks",)):
-        yield from _with(case, {name: value for name, value in _PLAIN.items() if name not in kept})
-    yield from _smaller_geometry(case)
-    groups = (
-        documents,
-        ("padding",),
-        ("num_query_heads", "num_kv_heads", "tensor_parallelism"),
-        ("num_query_heads", "num_kv_heads"),
-        ("batch", "data_parallelism"),
-        ("head_dim", "value_dim", "shared_kv"),
-    )
-    grouped = {name for group in groups for name in group}
-    for group in (*groups, *((name,) for name in _PLAIN if name not in grouped)):
-        yield from _with(case, {name: _PLAIN[name] for name in group})
-    yield from _fewer_documents(case)
+def _all_but(*kept: str) -> Step:
+    """Everything plain at once, but for some fields."""
+    return _set_plain(*(name for name in _PLAIN if name not in kept))
 
 
-def _smaller_geometry(case: Case) -> Iterator[Case]:
-    """Another layout, fewer ranks, shorter chunks with a window that lies alike against them, a smaller window."""
+def _set_plain(*names: str) -> Step:
+    return lambda case: _with(case, {name: _PLAIN[name] for name in names})
+
+
+def _contiguous(case: Case) -> Iterator[Case]:
+    if case.problem.layout != "contiguous":
+        yield from _with_seq_len(case, case.problem.seq_len, layout="contiguous")
+
+
+def _fewer_ranks(case: Case) -> Iterator[Case]:
+    """Chunks stay as long as they are; the sequence loses its end, or its beginning. The default number comes first: it
+    is no word of the text.
+    """
     problem = case.problem
-    if problem.layout != "contiguous":
-        yield from _with_seq_len(case, problem.seq_len, layout="contiguous")
-    # The default first: it is no word of the text.
     for ranks in sorted(range(1, problem.context_parallelism), key=lambda n: (n != Problem.context_parallelism, n)):
         chunks = problem.num_chunks // problem.context_parallelism * ranks
         yield from _with_seq_len(case, problem.chunk_len * chunks, context_parallelism=ranks)
+
+
+def _shorter_chunks(case: Case) -> Iterator[Case]:
+    """With a window and documents that lie alike against them."""
+    problem = case.problem
     for chunk in _SMALL_CHUNKS:
         if chunk >= problem.chunk_len:
-            break
+            return
         bounds = (_alike(bound, problem.chunk_len, chunk) for bound in problem.window)
         for window in dict.fromkeys(zip(*bounds, strict=True)):
             documents = _documents_alike(case, chunk)
             yield from _with(case, {**_written(window), "seq_len": chunk * problem.num_chunks, "documents": documents})
-    for window in _smaller_windows(problem.window):
-        yield from _with(case, _written(window))
 
 
 def _alike(bound: int | None, old_chunk: int, new_chunk: int) -> tuple[int | None, ...]:
@@ -147,15 +153,14 @@ def _documents_alike(case: Case, new_chunk: int) -> tuple[tuple[Document, ...], 
     return tuple(rows)
 
 
-def _smaller_windows(window: Window) -> Iterator[Window]:
+def _smaller_window(case: Case) -> Iterator[Case]:
     """One bound smaller, the right one first: without it the window is a sliding_window_size."""
-    left, right = window
-    if window == (None, 0):
+    left, right = case.problem.window
+    if (left, right) == (None, 0):
         return  # a GLOBAL layer has no smaller window
-    for smaller in _smaller_bounds(right):
-        yield left, smaller
-    for smaller in _smaller_bounds(left):
-        yield smaller, right
+    windows = [(left, smaller) for smaller in _smaller_bounds(right)]
+    for window in [*windows, *((smaller, right) for smaller in _smaller_bounds(left))]:
+        yield from _with(case, _written(window))
 
 
 def _smaller_bounds(bound: int | None) -> list[int]:
@@ -185,14 +190,18 @@ def _fewer_documents(case: Case) -> Iterator[Case]:
 
 
 def _with_seq_len(case: Case, seq_len: int, **changes: object) -> Iterator[Case]:
-    """The case at another length; its documents are cut off there."""
-    documents = case.documents
-    if documents is not None:
-        documents = tuple(_cut(row, seq_len) for row in documents)
-    yield from _with(case, {**changes, "seq_len": seq_len, "documents": documents})
+    """The case at another length; its documents are cut off at the end, or at the beginning."""
+    if case.documents is None:
+        yield from _with(case, {**changes, "seq_len": seq_len})
+        return
+    ends = tuple(_cut(row, seq_len) for row in case.documents)
+    beginnings = tuple(_cut(row[::-1], seq_len)[::-1] for row in case.documents)
+    for documents in dict.fromkeys((ends, beginnings)):
+        yield from _with(case, {**changes, "seq_len": seq_len, "documents": documents})
 
 
 def _cut(row: tuple[Document, ...], seq_len: int) -> tuple[Document, ...]:
+    """The first `seq_len` positions of the documents."""
     kept: list[Document] = []
     for document in row:
         length = min(document.length, seq_len - sum(earlier.length for earlier in kept))
@@ -202,12 +211,36 @@ def _cut(row: tuple[Document, ...], seq_len: int) -> tuple[Document, ...]:
 
 
 def _with(case: Case, changes: dict[str, object]) -> Iterator[Case]:
-    """The changed case, if there is such a case: fields bind each other, and a change that breaks a rule is none."""
+    """The changed case, if there is such a case: fields bind each other, and a change that breaks a rule is none.
+
+    Of fewer batch rows those with the most documents stay.
+    """
     documents = changes.get("documents", case.documents)
     batch = changes.get("batch", case.problem.batch)
-    if isinstance(documents, tuple) and isinstance(batch, int):
-        changes = {**changes, "documents": documents[:batch]}
+    if isinstance(documents, tuple) and isinstance(batch, int) and batch < len(documents):
+        changes = {**changes, "documents": tuple(sorted(documents, key=len, reverse=True)[:batch])}
     try:
         yield case.replace(**changes)
     except InvalidCase:
         return
+
+
+_DOCUMENTS = ("documents", "padding", "segments")
+_JUMPS = tuple(
+    _all_but(*kept) for kept in ((), _DOCUMENTS, ("sinks",), (*_DOCUMENTS, "sinks"), ("dtype",), ("values",))
+)
+# Fields that bind each other change together.
+_GROUPS = (
+    _DOCUMENTS,
+    ("padding",),
+    ("num_query_heads", "num_kv_heads", "tensor_parallelism"),
+    ("num_query_heads", "num_kv_heads"),
+    ("batch", "data_parallelism"),
+    ("head_dim", "value_dim", "shared_kv"),
+)
+_ALONE = tuple(name for name in _PLAIN if not any(name in group for group in _GROUPS))
+_STEPS = (
+    *(_contiguous, _fewer_ranks, _shorter_chunks, _smaller_window),
+    *(_set_plain(*names) for names in (*_GROUPS, *((name,) for name in _ALONE))),
+    _fewer_documents,
+)

@@ -182,6 +182,16 @@ def test_documents_keep_their_place_against_the_chunk_borders_when_chunks_become
     assert smallest.problem.chunk_len == 2, f"the shortest chunks: {format_case(smallest)}"
 
 
+def test_a_document_border_near_the_end_survives_having_fewer_ranks() -> None:
+    def shows(case: Case) -> bool:
+        return any(len(row) > 1 for row in case.documents or ())
+
+    start = parse_case("v=1 seq_len=80 sliding_window_size=20 context_parallelism=5 documents=79+1 seed=3")
+    assert format_case(shrink(start, shows, _EXECUTIONS)) == "v=1 seq_len=4 sliding_window_size=1 documents=3+1", (
+        "N = 2"
+    )
+
+
 def test_case_size_puts_words_before_tokens_and_tokens_before_letters() -> None:
     fewer_words = parse_case("v=1 seq_len=64 sliding_window_size=30")
     fewer_tokens = parse_case("v=1 seq_len=8 sliding_window_size=3 seed=1")
