@@ -90,6 +90,9 @@ def run(plan: Plan, progress: Progress) -> Run:
                 _shrink_findings(state, sessions, progress)
     except KeyboardInterrupt:
         state.interrupted = True
+        for target in state.targets:
+            if target.results:
+                _note_findings(target, lambda line: None)
     finally:
         for session in sessions:
             session.close()
@@ -139,21 +142,18 @@ def _compute_answers(target: TargetDescription, case: Case) -> None:
 
 
 def _note_findings(target: TargetRun, progress: Progress) -> None:
-    """Keeps the smallest case of each kind of finding, and tells of new kinds."""
+    """Keeps the smallest case of each kind of finding of the last result, and tells of new kinds."""
     result = target.results[-1]
     for finding in result.findings:
         if any(known.explains(finding) for known in target.smallest.values()):
             continue
         known = target.smallest.get(finding.id)
+        if known is None or case_size(result.case) < case_size(parse_case(known.case)):
+            # Kept before it is told: an interrupt may come with the line.
+            target.smallest = {i: other for i, other in target.smallest.items() if not finding.explains(other)}
+            target.smallest[finding.id] = finding
         if known is None:
             progress(f"{target.description.name}: {finding.reading}")
-            target.smallest = {i: other for i, other in target.smallest.items() if not finding.explains(other)}
-        if known is None or case_size(result.case) < case_size(_case_of(target, known)):
-            target.smallest[finding.id] = finding
-
-
-def _case_of(target: TargetRun, finding: Finding) -> Case:
-    return next(result.case for result in target.results if format_case(result.case) == finding.case)
 
 
 def _counts(state: Run) -> str:
@@ -202,7 +202,7 @@ def _shrink_one(target: TargetRun, finding: Finding, findings_of: Callable[[Case
             target.smallest[finding.id] = same[0]
         return bool(same)
 
-    shrink(_case_of(target, finding), shows, SHRINK_EXECUTIONS)
+    shrink(parse_case(finding.case), shows, SHRINK_EXECUTIONS)
 
 
 def _replay_alone(target: TargetRun, finding: Finding, session: Session) -> None:

@@ -204,6 +204,20 @@ def test_an_interrupt_ends_the_run_with_what_was_found(job: Any) -> None:
     assert sessions["target"].closed == 1, "no process is left"
 
 
+def test_an_interrupt_that_comes_with_the_line_that_tells_of_a_finding_does_not_lose_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(runner, "Session", lambda spec, *_: _Session(spec, lambda case, _: _found(case, "a", "b")))
+    monkeypatch.setattr(runner, "answer_for", lambda *args: None)
+
+    def interrupt(line: str) -> None:
+        raise KeyboardInterrupt
+
+    state = run(Plan(("m:t",), _CASES, (), Devices("cpu", 8), ("contract",)), interrupt)
+    kept = {finding.signature for finding in state.targets[0].smallest.values()}
+    assert kept == {"a", "b"}, "the one that was being told, and the one that was next"
+
+
 def test_an_interrupt_while_one_target_is_judged_keeps_what_another_found(
     job: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
