@@ -81,11 +81,13 @@ class Gathered:
     def _on_one_rank(
         self, problem: Any, query: Any, key: Any, value: Any, ids: Any, positions: Any, sinks: Any = None
     ) -> Any:
-        gathered = tuple(jax.lax.all_gather(x, "context", axis=1, tiled=True) for x in (key, value, ids, positions))
+        # Wide before they are gathered and repeated: their gradients are then summed over ranks and heads in float32.
+        wide = jnp.float64 if problem.dtype == "float64" else jnp.float32
+        shards = (key.astype(wide), value.astype(wide), ids, positions)
+        gathered = tuple(jax.lax.all_gather(x, "context", axis=1, tiled=True) for x in shards)
         key, value, key_ids, key_positions = self.fetched(problem, jax.lax.axis_index("context"), gathered)
         heads = query.shape[2] // key.shape[2]
-        wide = jnp.float64 if problem.dtype == "float64" else jnp.float32
-        key, value = (jnp.repeat(x, heads, axis=2).astype(wide) for x in (key, value))
+        key, value = (jnp.repeat(x, heads, axis=2) for x in (key, value))
         scale = problem.scale if problem.scale is not None else 1 / math.sqrt(problem.head_dim)
         logits = scale * jnp.einsum("bqhd,bkhd->bhqk", query.astype(wide), key)
         if problem.attn_logits_soft_cap is not None:
