@@ -21,7 +21,13 @@ def events_of(case: Case) -> frozenset[str]:
 
 def _all_events(case: Case) -> dict[str, bool]:
     problem = case.problem
-    return {**_window_events(problem), **_mesh_events(problem), **_document_events(case), **_value_events(case)}
+    return {
+        **_window_events(problem),
+        **_mesh_events(problem),
+        **_document_events(case),
+        **_value_events(case),
+        **_input_events(problem),
+    }
 
 
 def _window_events(problem: Problem) -> dict[str, bool]:
@@ -139,6 +145,22 @@ def _value_events(case: Case) -> dict[str, bool]:
         "structured values": case.values in STRUCTURED,
         "value is the key": problem.shared_kv,
         "value_dim differs from head_dim": problem.value_dim != problem.head_dim,
+    }
+
+
+def _input_events(problem: Problem) -> dict[str, bool]:
+    return {
+        "bfloat16": problem.dtype == "bfloat16",
+        "float64": problem.dtype == "float64",
+        "sinks": problem.sinks,
+        "soft cap": problem.attn_logits_soft_cap is not None,
+        "scale given": problem.scale is not None,
+        "documents": problem.segments,
+        "padding": problem.padding is not None,
+        "head_dim of 64 or more": problem.head_dim >= 64,
+        "Explicit axes": problem.axis_types == "explicit",
+        "mixed axis types": problem.axis_types == "mixed",
+        "devices reversed": problem.device_order == "reversed",
     }
 
 

@@ -15,12 +15,14 @@ from typing import Any
 
 from conformance.case_text import format_case
 from conformance.finding import plain
+from conformance.report.matrix import feature_matrix
 from conformance.report.terminal import replay_command
 from conformance.report.verdict import exit_status, verdict_of
 from conformance.runner import Run, TargetRun
 
 FORMAT_VERSION = 1
 FILE_NAME = "report.json"
+MATRIX_NAME = "matrix.md"
 
 
 def prepare_directory(directory: Path) -> None:
@@ -35,20 +37,27 @@ def prepare_directory(directory: Path) -> None:
 
 
 def write_report(run: Run, about: Mapping[str, Any], directory: Path) -> Path:
-    """Writes `directory/report.json`; `about` is what the caller knows of versions, options and the case list.
+    """Writes `directory/report.json`, and the feature matrix beside it in `matrix.md`.
+
+    `about` is what the caller knows of versions, options and the case list.
 
     Raises:
         OSError: it cannot be written; an earlier report is then still whole.
     """
-    path = directory / FILE_NAME
     content = json.dumps(plain(report_content(run, about)), indent=1, allow_nan=False)
-    unfinished = directory / f".{FILE_NAME}.{os.getpid()}"
+    _write_whole(directory / MATRIX_NAME, feature_matrix(run))
+    _write_whole(directory / FILE_NAME, content)
+    return directory / FILE_NAME
+
+
+def _write_whole(path: Path, content: str) -> None:
+    """A reader finds the old file or the new one, never half of one."""
+    unfinished = path.parent / f".{path.name}.{os.getpid()}"
     try:
         unfinished.write_text(content, encoding="utf-8")
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
-    return path
 
 
 def report_content(run: Run, about: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from conformance.case_text import parse_case
 from conformance.checks import CHECKS
 from conformance.devices import Devices
 from conformance.finding import Finding
-from conformance.report.json_report import FILE_NAME, prepare_directory, report_content, write_report
+from conformance.report.json_report import FILE_NAME, MATRIX_NAME, prepare_directory, report_content, write_report
 from conformance.runner import Plan, Run, TargetRun
 from conformance.session import CONFORMS, DECLINED, FINDING, CaseResult
 from conformance.target import TargetDescription
@@ -99,7 +99,7 @@ def test_an_earlier_report_survives_a_failure_to_write(
     with pytest.raises(OSError, match="No space left"):
         write_report(run_of_three, {"seed": 2}, tmp_path)
     assert (tmp_path / FILE_NAME).read_bytes() == before, "whole or not at all"
-    assert [path.name for path in tmp_path.iterdir()] == [FILE_NAME], "and nothing half-made is left"
+    assert {path.name for path in tmp_path.iterdir()} == {FILE_NAME, MATRIX_NAME}, "and nothing half-made is left"
 
 
 def test_the_report_can_be_read_by_those_who_may_read_the_directory(run_of_three: Run, tmp_path: Path) -> None:
