@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float64, Int64
 
-from oracle.dense import Block, BlockForward, BlockGradients, SolvedBlock, vjp_block
+from oracle.dense import Block, BlockForward, BlockGradients, SolvedBlock, soft_capped, vjp_block
 from oracle.precision import Precision
 from oracle.rounding import Roundings, sum_roundoffs
 
@@ -91,7 +91,7 @@ def key_terms(
     delta = _delta_terms(forward, dout, dlse, dout @ block.value.T, out_worst, numerics)
     block = block._replace(key=block.key[columns], value=block.value[columns], visible=block.visible[:, columns])
     forward = forward._replace(**_columns_of(forward, ("products", "logits", "slope", "probabilities"), columns))
-    softmax = softmax._replace(**_columns_of(softmax, ("products", "weights", "probabilities"), columns))
+    softmax = softmax._replace(**_columns_of(softmax, ("slope", "bend", "weights", "probabilities"), columns))
     solved = SolvedBlock(block, dout, dlse, forward, vjp_block(block, forward, dout, dlse))
     dproducts = _dproducts_terms(solved, softmax, delta, numerics)
     dkey, dvalue = _dkey_terms(solved, dproducts, delta, numerics), _dvalue_terms(solved, softmax, numerics)
@@ -125,7 +125,8 @@ def summed_over_group(by_head: Float64[np.ndarray, "*batch group key dim"], term
 
 
 class _SoftmaxErrors(NamedTuple):
-    products: Float64[np.ndarray, "group query key"]  # absolute, of scale * query.key
+    slope: Float64[np.ndarray, "group query key"]  # the cap's steepest within reach of the products' error
+    bend: Float64[np.ndarray, "group query key"]  # absolute, of the cap's slope
     weights: Float64[np.ndarray, "group query key"]  # relative, of exp(logit - maximum)
     denominator: Float64[np.ndarray, "group query"]  # relative, of the sum of weights
     lse: Float64[np.ndarray, "group query"]  # absolute
@@ -137,9 +138,7 @@ def _softmax_errors(block: Block, forward: BlockForward, numerics: Numerics) -> 
     """From the products to the probabilities, as the forward normalises them and as the backward recomputes them."""
     precision, few = numerics.precision, numerics.sums(1)
     products = _products_error(block, forward, numerics)
-    logits = products * forward.slope
-    if block.attn_logits_soft_cap is not None:
-        logits += (few + precision.logits_roundoff) * np.abs(forward.logits)
+    logits, slope, bend = _capped_errors(block, forward, products, numerics)
     is_empty = np.isneginf(forward.lse)
     lse = np.where(is_empty, 0.0, forward.lse)
     weights = _grown(logits + few * (1.0 + np.abs(forward.logits - lse[..., None])))
@@ -151,13 +150,31 @@ def _softmax_errors(block: Block, forward: BlockForward, numerics: Numerics) -> 
     stored = lse_error + precision.statistics_roundoff * np.abs(lse)
     stored = _grown(stored)[..., None]
     return _SoftmaxErrors(
-        products=products,
+        slope=slope,
+        bend=bend,
         weights=weights,
         denominator=denominator,
         lse=lse_error,
         probabilities=weights + stored + weights * stored,
         sink_share=sink + stored[..., 0],
     )
+
+
+def _capped_errors(
+    block: Block, forward: BlockForward, products: Float64[np.ndarray, "group query key"], numerics: Numerics
+) -> tuple[Float64[np.ndarray, "group query key"], ...]:
+    """What the cap makes of the products' errors, which may be large beside it: the error of the logits, the steepest
+    slope within reach, and the error of the slope."""
+    cap, few = block.attn_logits_soft_cap, numerics.sums(1)
+    if cap is None:
+        return products, forward.slope, np.zeros_like(products)
+    size = np.abs(forward.products)
+    _, slope = soft_capped(np.maximum(size - products, 0.0), cap)
+    logits = np.minimum(slope * products, 2.0 * cap)
+    logits += (few + numerics.precision.logits_roundoff) * np.abs(forward.logits)
+    tanh = np.minimum((size + products) / cap, 1.0)  # no smaller than any within reach
+    bend = 2.0 * tanh * slope * products / cap + few * np.square(forward.logits / cap)
+    return logits, slope, np.minimum(bend, 1.0)
 
 
 def _grown(exponent_error: Float64[np.ndarray, "*shape"]) -> Float64[np.ndarray, "*shape"]:
@@ -229,11 +246,7 @@ def _dproducts_terms(solved: SolvedBlock, softmax: _SoftmaxErrors, delta: Terms,
     inputs = Roundings.of(dout, precision.input_roundoff, precision.input_roundoff)
     dprobabilities += inputs.matmul(block.value.T).bound(numerics.independent)
     dlogits = size * softmax.probabilities + forward.probabilities * (dprobabilities + delta.worst[..., None])
-    worst = forward.slope * (dlogits + few * size)
-    if block.attn_logits_soft_cap is not None:
-        tanh = np.abs(forward.logits) / block.attn_logits_soft_cap
-        bend = 2.0 * tanh * forward.slope / block.attn_logits_soft_cap  # |d slope / d product|
-        worst += size * (few * tanh**2 + bend * softmax.products)
+    worst = softmax.slope * (dlogits + few * size) + size * softmax.bend
     row = dlse - (dout * forward.out).sum(axis=-1)
     worst += numerics.flush * block.visible * (1.0 + np.abs(gradients.dprobabilities + row[..., None]))
     factor = precision.factor_roundoff

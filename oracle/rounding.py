@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Float64
 
 # n roundings, each uniform within +-u of its term, stray together by more than LAMBDA * u * root-sum-of-squares with
-# probability below 2 exp(-1.5 LAMBDA^2) = 1e-16 (Hoeffding: a uniform variable is sub-Gaussian with its own variance).
+# probability below 2 exp(-1.5 LAMBDA^2) = 1e-16 (Chernoff: a uniform variable is sub-Gaussian with its own variance).
 LAMBDA = 5.0
 
 # A chain of elementary functions, or a short sum, strays by at most this many unit roundoffs of its absolute terms.

@@ -54,6 +54,7 @@ CASES = {
     },
     "long sums": {"seq": 3, "window": (None, 0), "dims": (150, 130)},
     "huge logits": {"window": (2, 0), "scale": 1e6},
+    "beyond the cap": {"window": (2, 0), "scale": 1e3, "attn_logits_soft_cap": 50.0},
 }
 
 
@@ -114,7 +115,7 @@ def by_loops(case, roundoffs, tiny, structured):
     for b, h, q in product(range(batch), range(query_heads), range(seq)):
         kv, keys = h // group, [k for k in range(seq) if visible[b, q, k]]
         read_lse = lse[b, q, h] if math.isfinite(lse[b, q, h]) else 0.0
-        logit, slope, p, e_product, e_weight = {}, {}, {}, {}, {}
+        logit, slope, steepest, bend, p, e_product, e_weight = {}, {}, {}, {}, {}, {}, {}
         for k in keys:
             plain = scale * sum(query[b, q, h, d] * key[b, k, kv, d] for d in range(head_dim))
             size = abs(scale) * sum(abs(query[b, q, h, d] * key[b, k, kv, d]) for d in range(head_dim))
@@ -125,7 +126,12 @@ def by_loops(case, roundoffs, tiny, structured):
             e_product[k] = sums(head_dim) * partial + u_logit * abs(plain) + inputs.bound(structured)
             logit[k] = plain if cap is None else cap * math.tanh(plain / cap)
             slope[k] = 1.0 if cap is None else 1 - math.tanh(plain / cap) ** 2
-            e_logit = slope[k] * e_product[k] + (0.0 if cap is None else (few + u_logit) * abs(logit[k]))
+            e_logit, steepest[k], bend[k] = e_product[k], 1.0, 0.0
+            if cap is not None:
+                steepest[k] = 1 / math.cosh(max(0.0, abs(plain) - e_product[k]) / cap) ** 2
+                e_logit = min(steepest[k] * e_product[k], 2 * cap) + (few + u_logit) * abs(logit[k])
+                tanh = min(1.0, (abs(plain) + e_product[k]) / cap)
+                bend[k] = min(1.0, 2 * tanh * steepest[k] * e_product[k] / cap + few * (logit[k] / cap) ** 2)
             e_weight[k] = math.expm1(min(100.0, e_logit + few * (1 + abs(logit[k] - read_lse))))
             p[k] = math.exp(logit[k] - read_lse)
         e_sink = few * (
@@ -168,10 +174,7 @@ def by_loops(case, roundoffs, tiny, structured):
             size = sum(abs(dout[b, q, h, v] * value[b, k, kv, v]) for v in range(value_dim))
             e_dp = sums(value_dim) * (size + abs(dp[k])) / 2 + inputs.bound(structured)
             dlogit = p[k] * (dp[k] + row)
-            e_dproduct = slope[k] * (abs(dlogit) * (e_p[k] + few) + p[k] * (e_dp + e_delta))
-            if cap is not None:
-                tanh = abs(logit[k]) / cap
-                e_dproduct += abs(dlogit) * (few * tanh**2 + 2 * tanh * slope[k] / cap * e_product[k])
+            e_dproduct = steepest[k] * (abs(dlogit) * (e_p[k] + few) + p[k] * (e_dp + e_delta)) + abs(dlogit) * bend[k]
             e_dproduct += flush * (1 + abs(dp[k] + row))
             dproduct = Together()
             dproduct.add(slope[k] * dlogit, u_factor, u_factor, u_input)
