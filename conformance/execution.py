@@ -54,8 +54,9 @@ def execute(target: Target, case: Case, report: Report) -> tuple[Named, dict[str
     """Runs the case and says what happened, as a message and arrays for the channel.
 
     The message has `declined` (a reason), `raised` (type, message, traceback, where), `broken` (tensor, quality,
-    expected, got) or none of these; `misplaced` lists outputs that lie elsewhere than the contract says. Arrays are
-    named `draw/call/tensor`, in layout order. `report` is told the phase that begins.
+    expected, got) or none of these; `misplaced` lists outputs that lie elsewhere than the contract says, `diverged`
+    those whose copies on several devices are not the same. Arrays are named `draw/call/tensor`, in layout order.
+    `report` is told the phase that begins.
     """
     try:
         reason = target.supports(case.problem)
@@ -115,6 +116,7 @@ def _run(setting: _Setting, compiled: Any, draws: list[Named], report: Report) -
     """Runs the compiled program once a draw, one call in flight at a time."""
     arrays: dict[str, np.ndarray] = {}
     misplaced: dict[str, str] = {}
+    diverged: dict[str, str] = {}
     for draw, placed in enumerate(draws):
         report(f"running draw {draw}")
         try:
@@ -125,7 +127,9 @@ def _run(setting: _Setting, compiled: Any, draws: list[Named], report: Report) -
             arrays[f"{draw}/{name}"] = np.asarray(array)
             if place := _misplacement(setting, name, array):
                 misplaced[name] = place
-    return {"misplaced": misplaced}, arrays
+            if difference := _difference_of_copies(array):
+                diverged[name] = difference
+    return {"misplaced": misplaced, "diverged": diverged}, arrays
 
 
 def _forward(setting: _Setting, arrays: Named) -> Named:
@@ -217,6 +221,19 @@ def _misplacement(setting: _Setting, name: str, array: jax.Array) -> str | None:
     if array.sharding.is_equivalent_to(expected, array.ndim):
         return None
     return f"expected {expected.spec}, got {getattr(array.sharding, 'spec', array.sharding)}"
+
+
+def _difference_of_copies(array: jax.Array) -> str | None:
+    """Two devices that hold different bits of the same part of an array, if there are any.
+
+    Reading an array reads one copy of each part; a wrong one elsewhere would never be seen.
+    """
+    first: dict[tuple[tuple[int | None, int | None], ...], jax.Shard] = {}
+    for shard in array.addressable_shards:
+        known = first.setdefault(tuple((part.start, part.stop) for part in shard.index), shard)
+        if np.asarray(known.data).tobytes() != np.asarray(shard.data).tobytes():
+            return f"{known.device} and {shard.device} hold different values"
+    return None
 
 
 def _raised(error: BaseException, where: str) -> Named:

@@ -5,6 +5,8 @@ May touch: evidence, findings. Tests: tests/conformance/test_checks_contract.py.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from conformance.checks.outcome import Outcome
 from conformance.evidence import Evidence
 from conformance.finding import Finding
@@ -14,7 +16,7 @@ TENSOR = "call"
 
 
 def check(evidence: Evidence) -> Outcome:
-    """Findings for what the target raised, returned in another form, or left in another place."""
+    """Findings for what the target raised, returned in another form, left in another place, or differently in two."""
     message = evidence.message
     findings: list[Finding] = []
     if raised := message.get("raised"):
@@ -23,12 +25,17 @@ def check(evidence: Evidence) -> Outcome:
         tensor, quality, expected, got = broken
         reading = f"{tensor} has the wrong {quality}: expected {expected}, got {got}"
         findings.append(_finding(evidence, f"wrong {quality} of {tensor}", reading))
-    places = {
-        name.partition("/")[2].removesuffix(" of vjp"): place for name, place in message.get("misplaced", {}).items()
-    }
-    for tensor, place in places.items():
+    for tensor, place in _by_tensor(message.get("misplaced", {})).items():
         findings.append(_finding(evidence, f"wrong placement of {tensor}", f"{tensor} lies elsewhere: {place}"))
+    for tensor, difference in _by_tensor(message.get("diverged", {})).items():
+        reading = f"{tensor} is replicated, and its copies differ: {difference}"
+        findings.append(_finding(evidence, f"copies of {tensor} differ", reading))
     return Outcome({TENSOR: 0.0}, tuple(findings))
+
+
+def _by_tensor(said: Mapping[str, str]) -> dict[str, str]:
+    """One remark a tensor, whichever call and draw it came from."""
+    return {name.partition("/")[2].removesuffix(" of vjp"): words for name, words in said.items()}
 
 
 def lost(target_name: str, case_text: str, how: WorkerLost) -> Finding:

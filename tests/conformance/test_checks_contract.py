@@ -66,6 +66,12 @@ def test_each_misplaced_tensor_is_one_finding_however_often_it_is_misplaced() ->
     )
 
 
+def test_copies_that_differ_are_a_finding_of_their_tensor() -> None:
+    (found,) = _findings({"misplaced": {}, "diverged": {"attention/dsinks": "cpu:0 and cpu:1 hold different values"}})
+    assert found.signature == "copies of dsinks differ", "its kind"
+    assert "cpu:0 and cpu:1" in found.reading, "which devices"
+
+
 def test_two_breaches_are_two_findings() -> None:
     raised = {"type": "NotImplementedError", "message": "", "traceback": "", "where": "gradient"}
     found = _findings({"raised": raised, "misplaced": {"attention/out": "expected A, got B"}})

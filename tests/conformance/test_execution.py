@@ -52,7 +52,7 @@ def test_everything_that_is_owed_is_there_and_nothing_else() -> None:
         SimpleNamespace(attention=_linear, attention_with_lse=_linear_with_lse), "m:t"
     ).description
     assert set(arrays) == expected_names(Evidence(description, _CASE, {}, {})), "what the session will ask for"
-    assert message == {"misplaced": {}}, "nothing went wrong"
+    assert message == {"misplaced": {}, "diverged": {}}, "nothing went wrong"
     assert phases == ["making inputs", "tracing and compiling", "running draw 0", "running draw 1"], "told in order"
 
 
@@ -307,6 +307,30 @@ def test_outputs_in_another_place_are_named_with_both_places() -> None:
     assert "'context'" in misplaced["attention/out"].partition("got")[0], "where it should lie"
 
 
+def test_copies_that_differ_from_device_to_device_are_found_though_the_one_that_is_read_is_right() -> None:
+    def attention(query: Any, key: Any, value: Any, *, mesh: Any, **context: Any) -> Any:
+        rows = jax.sharding.PartitionSpec("data", "context")  # replicated over tensor, as one kv head is
+
+        @jax.custom_vjp
+        def same(key: Any) -> Any:
+            return key
+
+        def on_one_device(cotangent: Any) -> Any:
+            return cotangent * (1 + jax.lax.axis_index("tensor")).astype(cotangent.dtype)
+
+        backward = jax.shard_map(on_one_device, mesh=mesh, in_specs=rows, out_specs=rows, check_vma=False)
+        same.defvjp(lambda key: (key, None), lambda _, cotangent: (backward(cotangent),))
+        return query + 2 * same(key)
+
+    case = parse_case("v=1 seq_len=8 tensor_parallelism=2")
+    message, arrays, _ = _run(attention, case)
+    expected = 2 * inputs_of(case).dout.sum(axis=2, keepdims=True)
+    np.testing.assert_allclose(arrays["0/attention/dkey"], expected, rtol=1e-6, err_msg="the first copy")
+    assert "attention/dkey" not in message["misplaced"], "it lies where it should"
+    assert list(message["diverged"]) == ["attention/dkey"], "the other copy is twice as large"
+    assert "hold different values" in message["diverged"]["attention/dkey"], "which devices"
+
+
 def test_a_target_that_says_that_lse_has_no_gradient_is_not_asked_for_it() -> None:
     def broken_backward(query: Any, key: Any, value: Any, **context: Any) -> Any:
         out, lse = _linear_with_lse(query, key, value, **context)
@@ -314,7 +338,7 @@ def test_a_target_that_says_that_lse_has_no_gradient_is_not_asked_for_it() -> No
 
     case = parse_case("v=1 seq_len=8 num_query_heads=1 context_parallelism=1")
     message, arrays, _ = _run(_linear, case, attention_with_lse=broken_backward, lse_grad=False)
-    assert message == {"misplaced": {}}, "its missing derivative is no finding"
+    assert "raised" not in message, "its missing derivative is no finding"
     assert {name for name in arrays if name.startswith("0/attention_with_lse")} == {
         "0/attention_with_lse/out",
         "0/attention_with_lse/lse",
