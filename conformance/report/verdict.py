@@ -59,8 +59,9 @@ def verdict_of(target: TargetRun, run: Run) -> TargetVerdict:
     cells = tuple(_cell(target, check, tensor) for check in run.plan.check_names for tensor in CHECKS[check].tensors)
     findings = tuple((finding, _occurrences(finding, target)) for finding in target.smallest.values())
     declined = Counter(result.reason for result in results if result.status == DECLINED)
-    remarks, conclusive = _remarks(target, run, counts, cells)
-    status = FINDING if counts[FINDING] else CONFORMS if conclusive else INCONCLUSIVE
+    doubts = _doubts(target, run, counts, cells)
+    status = FINDING if counts[FINDING] else INCONCLUSIVE if doubts else CONFORMS
+    remarks = (*doubts, *_limits(target, run, counts))
     return TargetVerdict(
         target.description.name, status, cells, counts, tuple(declined.most_common()), findings, remarks
     )
@@ -100,39 +101,43 @@ def _cell(target: TargetRun, check: str, tensor: str) -> Cell:
     return Cell(check, tensor, status, len(shares), findings, max(shares) if shares else None)
 
 
-def _remarks(
-    target: TargetRun, run: Run, counts: dict[str, int], cells: tuple[Cell, ...]
-) -> tuple[tuple[str, ...], bool]:
-    """What the reader must know beside the table, and whether the absence of findings says anything."""
-    remarks: list[str] = []
-    conclusive = True
+def _doubts(target: TargetRun, run: Run, counts: dict[str, int], cells: tuple[Cell, ...]) -> list[str]:
+    """Why the absence of findings says nothing."""
+    doubts: list[str] = []
     done = len(target.results)
-    if done and counts[DECLINED] == done:
-        remarks.append("declined every case: no verdict")
-        conclusive = False
-    elif counts[DECLINED] * 2 > done:
-        remarks.append(f"declined more than half of the cases ({counts[DECLINED]} of {done})")
     if not done:
-        remarks.append("nothing ran: no verdict")
-        conclusive = False
+        doubts.append("nothing ran: no verdict")
+    elif counts[DECLINED] == done:
+        doubts.append("declined every case: no verdict")
     if done < len(run.plan.covering):
-        remarks.append(f"the covering list is unfinished: {done} of {len(run.plan.covering)} cases")
-        conclusive = False
-    if target.stopped:
-        remarks.append(f"stopped early: {target.stopped}")
+        doubts.append(f"the covering list is unfinished: {done} of {len(run.plan.covering)} cases")
     if counts[INCONCLUSIVE]:
-        remarks.append(f"{counts[INCONCLUSIVE]} cases were lost once and passed when run again alone")
-        conclusive = False
-    if target.description.precision:
-        declared = ", ".join(f"{name}={value}" for name, value in target.description.precision.items())
-        remarks.append(f"allowances are for the numerics it declares: {declared}")
+        doubts.append(f"{counts[INCONCLUSIVE]} cases were lost once and passed when run again alone")
+    owed = (cell for cell in cells if not cell.cases and _is_owed(target, cell))
+    return doubts + [f"{cell.check} of {cell.tensor} was never tried" for cell in owed]
+
+
+def _limits(target: TargetRun, run: Run, counts: dict[str, int]) -> list[str]:
+    """What the verdict does not cover, or rests on."""
+    limits: list[str] = []
+    of, done = target.description, len(target.results)
+    taken = [result.case.problem for result in target.results if result.status != DECLINED]
+    if done > counts[DECLINED] > done / 2:
+        limits.append(f"declined more than half of the cases ({counts[DECLINED]} of {done})")
+    if target.stopped:
+        limits.append(f"stopped early: {target.stopped}")
+    if of.precision:
+        declared = ", ".join(f"{name}={value}" for name, value in of.precision.items())
+        limits.append(f"allowances are for the numerics it declares: {declared}")
     if unasked := [name for name in CHECKS if name not in run.plan.check_names]:
-        remarks.append(f"not asked for: {', '.join(unasked)}")
-    for cell in cells:
-        if not cell.cases and _is_owed(target, cell):
-            remarks.append(f"{cell.check} of {cell.tensor} was never tried")
-            conclusive = False
-    return tuple(remarks), conclusive
+        limits.append(f"not asked for: {', '.join(unasked)}")
+    if of.has_lse and not of.lse_grad:
+        limits.append("gradients through lse are not tried: it says lse_grad = False")
+    if of.empty_rows == "undefined" and any(problem.padding is not None for problem in taken):
+        limits.append("out and lse of rows without keys are not compared: it leaves them undefined")
+    if taken and all(problem.context_parallelism * problem.ulysses_parallelism == 1 for problem in taken):
+        limits.append("no case that it took has more than one rank")
+    return limits
 
 
 def _is_owed(target: TargetRun, cell: Cell) -> bool:

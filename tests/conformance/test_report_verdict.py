@@ -164,6 +164,29 @@ def test_checks_that_were_not_asked_for_are_named() -> None:
     assert {cell.check for cell in verdict_of(run.targets[0], run).cells} == {"contract", "output"}, "no other cells"
 
 
+_PADDED = parse_case("v=1 seq_len=8 sliding_window_size=3 padding=-1 documents=6+2@-1")
+_ONE_RANK = parse_case("v=1 seq_len=8 sliding_window_size=3 context_parallelism=1")
+
+
+@pytest.mark.parametrize(
+    ("case", "of", "remark"),
+    [
+        (_PLAIN, {"has_lse": True, "lse_grad": False}, "gradients through lse are not tried"),
+        (_PADDED, {"empty_rows": "undefined"}, "out and lse of rows without keys are not compared"),
+        (_ONE_RANK, {}, "no case that it took has more than one rank"),
+    ],
+)
+def test_what_conforming_does_not_cover_is_said(case: Case, of: dict[str, Any], remark: str) -> None:
+    run = _run(_passed(case, lse="has_lse" in of), **of)
+    assert _status(run) == (CONFORMS, 0), "what was tried is right"
+    assert remark in _remarks(run), "and what was not is named"
+
+
+def test_nothing_is_said_of_limits_that_do_not_matter() -> None:
+    assert _remarks(_run(_passed(_PLAIN), _passed(_ONE_RANK), empty_rows="undefined")) == "", "no padding, two ranks"
+    assert _remarks(_run(_passed(_PADDED), empty_rows="zero")) == "", "rows without keys are compared"
+
+
 def test_a_target_that_was_stopped_says_why(finding: Callable[..., Finding]) -> None:
     run = _run(_failed(_SINKS, finding()), planned=3)
     run.targets[0].stopped = "its process was lost 4 times"
