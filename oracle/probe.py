@@ -78,14 +78,14 @@ def _clusters(
     places: Iterable[Place], outline: Outline
 ) -> Iterator[tuple[Literal["query", "key"], int, int, Positions]]:
     """Places of one side, batch row and kv head, with ascending positions at most CLUSTER apart."""
-    limits = Place("key", outline.batch, outline.num_kv_heads, outline.seq_len)
+    limits = {"batch_row": outline.batch, "kv_head": outline.num_kv_heads, "position": outline.seq_len}
     distinct = sorted(set(places))
     for place in distinct:
         if place.side not in ("query", "key"):
             raise ValueError(f"side of a place must be 'query' or 'key', got {place.side!r}")
-        for name, index, limit in zip(Place._fields[1:], place[1:], limits[1:], strict=True):
-            if not 0 <= index < limit:
-                raise ValueError(f"{name} of a place must be >= 0 and < {limit}, got {index}")
+        for name, limit in limits.items():
+            if not 0 <= getattr(place, name) < limit:
+                raise ValueError(f"{name} of a place must be >= 0 and < {limit}, got {getattr(place, name)}")
     for (side, row, kv_head), same in itertools.groupby(distinct, key=lambda place: place[:3]):
         positions = np.array([place.position for place in same])
         while len(positions):

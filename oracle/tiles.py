@@ -75,10 +75,10 @@ def zeros(arguments: Arguments) -> PerTensor:
 
 
 def add(total: PerTensor, tile: Tile, parts: PerTensor) -> None:
-    """Add a tile's arrays (`group` heads, its own queries or keys) where they belong."""
-    total.out[tile.row, tile.heads, tile.queries] += parts.out
-    total.lse[tile.row, tile.heads, tile.queries] += parts.lse
-    total.dquery[tile.row, tile.heads, tile.queries] += parts.dquery
+    """Put a tile's arrays where they belong: queries are its own, keys (and sinks) it shares with others."""
+    total.out[tile.row, tile.heads, tile.queries] = parts.out
+    total.lse[tile.row, tile.heads, tile.queries] = parts.lse
+    total.dquery[tile.row, tile.heads, tile.queries] = parts.dquery
     total.dkey[tile.row, tile.heads, tile.keys] += parts.dkey
     total.dvalue[tile.row, tile.heads, tile.keys] += parts.dvalue
     total.dsinks[tile.heads] += parts.dsinks

@@ -50,6 +50,7 @@ def test_document_borders_are_probed():
     places = default_places(outline(segment_ids=ids), chunk=2048, seed=0, query_groups=1000, key_groups=1000)
     for side in ("query", "key"):
         assert {999, 1000, 1002, 1003} <= positions(places, side), side
+        assert {2047, 2048} <= positions(places, side), f"{side}: beside the chunk borders"
 
 
 def test_the_first_full_window_is_probed():
@@ -97,6 +98,7 @@ def test_a_seed_decides_and_another_differs():
 
 def test_no_more_groups_than_asked_for():
     places = default_places(outline(), chunk=16, seed=0, query_groups=5, key_groups=3)
+    assert len(set(places)) == len(places), "no place twice"
     assert len([p for p in places if p.side == "query"]) <= 10, "five groups of at most two neighbours"
     assert len([p for p in places if p.side == "key"]) <= 6, "three groups of at most two neighbours"
 

@@ -68,6 +68,8 @@ def test_what_is_declared_shows_in_the_text_of_the_verdict():
             "rounded_probabilities must not be declared for float64 ",
         ),
         ({"dtype": "float32", "prescaled_query": 1}, "prescaled_query must be True or False, got 1"),
+        ({"dtype": "float32", "rounded_logits": None}, "rounded_logits must be True or False, got None"),
+        ({"dtype": "float32", "rounded_probabilities": 1}, "rounded_probabilities must be True or False, got 1"),
     ],
 )
 def test_numerics_below_the_floor_cannot_be_declared(declared, message):

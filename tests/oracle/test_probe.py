@@ -49,14 +49,15 @@ def every_place(case, positions):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_every_place_has_the_dense_answer_and_the_budgets_allowances(case, monkeypatch, variant, dtype):
+@pytest.mark.parametrize(("dtype", "structured"), [("bfloat16", False), ("bfloat16", True), ("float32", False)])
+def test_every_place_has_the_dense_answer_and_the_budgets_allowances(case, monkeypatch, variant, dtype, structured):
     monkeypatch.setattr("oracle.probe.READER_PAIRS", 1)  # runs of 16 readers: several for each key
     case = case(variant)
-    answer, allowed = answer_with_allowances(**case, precision=Precision(dtype))
+    options = {"precision": Precision(dtype), "structured_values": structured}
+    answer, allowed = answer_with_allowances(**case, **options)
     places = every_place(case, [0, 1, 36, 37, 74, 75, 110, 150, 151, SEQ - 1])
     seen = []
-    for place, expected, allowance in probe(rows_of(case), outline_of(case), places, precision=Precision(dtype)):
+    for place, expected, allowance in probe(rows_of(case), outline_of(case), places, **options):
         seen.append(place)
         heads = slice(2 * place.kv_head, 2 * place.kv_head + 2) if place.side == "query" else place.kv_head
         assert set(expected) == ({"out", "lse", "dquery"} if place.side == "query" else {"dkey", "dvalue"})
