@@ -24,11 +24,12 @@ def with_cost(function: Callable[..., Any], cost: pl.CostEstimate) -> Callable[.
     return costed
 
 
-def _costed(closed: core.ClosedJaxpr, cost: pl.CostEstimate) -> core.ClosedJaxpr:
+def _costed(closed: Any, cost: pl.CostEstimate) -> Any:
+    """A closed jaxpr (JAX 0.12 no longer exports the type's name), its kernels' cost replaced."""
     equations = [
         equation.replace(params={**equation.params, "cost_estimate": cost})
         if equation.primitive.name == "pallas_call"
         else equation
         for equation in closed.jaxpr.eqns
     ]
-    return core.ClosedJaxpr(closed.jaxpr.replace(eqns=equations), closed.consts)
+    return closed.replace(jaxpr=closed.jaxpr.replace(eqns=equations))
