@@ -52,6 +52,7 @@ def _attention_forward(operands: Operands, strategy: Strategy, layer: Layer, mes
 
 def _attention_backward(strategy: Strategy, layer: Layer, mesh: Mesh, residuals, cotangents) -> tuple[Operands]:
     operands, received, out, lse = residuals
+    cotangents = jax.tree.map(_placed_like, cotangents, (out, lse))
     specs = _operand_specs(operands, layer)
 
     def rank_backward(operands: Operands, received: Received, result, cotangents) -> LocalGradients:
@@ -86,6 +87,12 @@ def _forward(operands: Operands, strategy: Strategy, layer: Layer, mesh: Mesh) -
         out_specs=(layer.query_spec, layer.lse_spec, _received_specs(layer)),
         check_vma=False,
     )(operands)
+
+
+def _placed_like(cotangent: Array, result: Array) -> Array:
+    """JAX 0.12 makes the zero cotangent of an unused result without its sharding, which Explicit axes do not forgive."""
+    sharding = jax.typeof(result).sharding
+    return cotangent if jax.typeof(cotangent).sharding == sharding else jax.reshard(cotangent, sharding)
 
 
 def _row_cotangents(result: tuple[Array, Array], cotangents: tuple[Array, Array]) -> RowCotangents:

@@ -1,7 +1,6 @@
 """Local attention by JAX's Pallas splash attention: compiled on TPU, interpreted elsewhere. Signature: interface.py.
 
-Only its kernels are JAX's. Which blocks they visit is computed here, on the device, from positions: tracing time does
-not grow with the sequence, and a rank's offset may be traced. `unsupported` says what it declines.
+Only its kernels are JAX's: which blocks they visit is said by splash_blocks.py. `unsupported` says what it declines.
 Tested in tests/impl/test_kernels.py.
 """
 
@@ -15,16 +14,20 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash_kernel
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as mask_info
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Float, Int32
 
 from impl.kernels.interface import KernelConfig, KernelOperands, LocalGradients, RowCotangents
 from impl.kernels.pallas_cost import with_cost
+from impl.kernels.splash_blocks import Window, band_of, whole
 from impl.kernels.xla import sink_gradient
 
 LANES = 128
-LARGEST_BLOCK = 512
+BLOCK = 512
 """Rows of a block of queries and of keys: of 256, 512, 1024 the fastest by libtpu's static schedule (head_dim 256)."""
+LONG_BLOCK = 1024
+LONG_CALL = 2**17 * BLOCK**2
+"""From this many pairs of rows on the tables of visited blocks, 3 bytes a pair of blocks, would crowd a TPU's 1 MiB of
+scalar memory: larger blocks, fewer entries. They last to 2M tokens on 8 ranks, gathered."""
 
 NO_ROW_LSE = 1e30
 """Stands for the lse of rows without keys in the backward: makes every probability of the row exactly zero."""
@@ -44,7 +47,7 @@ def unsupported(dtype: jnp.dtype, contiguous_keys: bool) -> str | None:
 def launch(operands: KernelOperands, config: KernelConfig) -> tuple[Array, Array]:
     """The kernel's own out and lse: [batch, heads, padded rows, …], rows without keys not yet told apart."""
     call = _Call.of(operands, config)
-    band = call.band(operands, config)
+    band = band_of(operands, config, call.query_block, call.key_block)
 
     def one_row(query: Array, key: Array, value: Array, ids: Any) -> tuple[Array, Array]:
         out, (lse,) = splash_kernel._splash_attention_forward(
@@ -88,7 +91,7 @@ def launch_backward(
 ) -> tuple[Array, Array, Array]:
     """The kernels' own dquery, dkey, dvalue: [batch, heads, padded rows, dim], rounded to the inputs' dtype."""
     call = _Call.of(operands, config)
-    band = call.band(operands, config)
+    band = band_of(operands, config, call.query_block, call.key_block)
 
     def one_row(query: Array, key: Array, value: Array, ids: Any, *rows: Array) -> tuple[Array, Array, Array]:
         shared = {"mask_function": call.window, **call.static, **_HEAD_DIM_MINOR}
@@ -140,30 +143,6 @@ _HEAD_DIM_MINOR = dict.fromkeys(("q_layout", "k_layout", "v_layout"), splash_ker
 
 
 @dataclass(frozen=True)
-class _Window:
-    """The mask function that splash evaluates in the kernel: indices count rows of the key run."""
-
-    left: int | None
-    right: int | None
-
-    def __call__(self, query: Array, key: Array) -> Bool[Array, "..."]:
-        visible = jnp.ones(jnp.broadcast_shapes(query.shape, key.shape), jnp.bool_)
-        if self.left is not None:
-            visible &= key >= query - self.left
-        if self.right is not None:
-            visible &= key <= query + self.right
-        return visible
-
-
-@dataclass(frozen=True)
-class _Band:
-    """Which blocks the kernels visit: for each block of queries its key blocks, and the other way round."""
-
-    by_query: Any
-    by_key: Any
-
-
-@dataclass(frozen=True)
 class _Call:
     """The static shape of a call: rows, and rows padded to whole blocks."""
 
@@ -172,7 +151,7 @@ class _Call:
     query_block: int
     key_block: int
     dtype: Any
-    window: _Window
+    window: Window
     static: dict[str, Any]
 
     @classmethod
@@ -184,17 +163,18 @@ class _Call:
             "attn_logits_soft_cap": config.attn_logits_soft_cap,
             "interpret": config.interpret,
         }
-        query_block, key_block = (min(_whole(rows, LANES), LARGEST_BLOCK) for rows in (query_rows, key_rows))
-        window = _Window(*config.window)
+        longest = LONG_BLOCK if query_rows * key_rows > LONG_CALL else BLOCK
+        query_block, key_block = (min(whole(rows, LANES), longest) for rows in (query_rows, key_rows))
+        window = Window(*config.window)
         return cls(query_rows, key_rows, query_block, key_block, operands.query.dtype, window, static)
 
     @property
     def padded_queries(self) -> int:
-        return _whole(self.query_rows, self.query_block)
+        return whole(self.query_rows, self.query_block)
 
     @property
     def padded_keys(self) -> int:
-        return _whole(self.key_rows, self.key_block)
+        return whole(self.key_rows, self.key_block)
 
     def cost(self, operands: KernelOperands, config: KernelConfig, matmuls: int) -> pl.CostEstimate:
         """What one kernel does: `matmuls` products of every query with the keys of its band; of a backward, dkv's."""
@@ -255,60 +235,6 @@ class _Call:
         sees_filling = self.padded_keys > self.key_rows and self.query_rows - config.key_offset + right > self.key_rows
         return config.key_offset < 0 or self.key_rows + config.key_offset > self.query_rows or sees_filling
 
-    def band(self, operands: KernelOperands, config: KernelConfig) -> _Band:
-        """Block visits from positions. With a `key_offset` both runs are contiguous and the grid is as narrow as the
-        band; otherwise it spans all blocks, and those that nobody sees are skipped without being fetched."""
-        if config.key_offset is None:
-            first_key = operands.key_positions[0]
-        else:
-            first_key = operands.query_positions[0] + config.key_offset
-        # The positions of queries as indices into the key run; those of rows padded on continue the run.
-        queries = jnp.pad(operands.query_positions - first_key, (0, self.padded_queries - self.query_rows), mode="edge")
-        by_block = queries.reshape(-1, self.query_block)
-        lowest, highest = by_block.min(axis=1), by_block.max(axis=1)
-        left, right = self.window.left, self.window.right
-        first = jnp.zeros_like(lowest) if left is None else lowest - left
-        last = jnp.full_like(highest, self.padded_keys - 1) if right is None else highest + right
-        visits = _block_visits(first, last, self.key_block, self.padded_keys // self.key_block)
-        return _Band(
-            by_query=_visited_by_row(visits, self._width(config, self.query_block, self.key_block), queries),
-            by_key=_visited_by_row(visits.T, self._width(config, self.key_block, self.query_block), queries, True),
-        )
-
-    def _width(self, config: KernelConfig, row_block: int, column_block: int) -> int | None:
-        """The most blocks of `column_block` that one block of `row_block` meets, where that is known while tracing."""
-        left, right = config.window
-        if config.key_offset is None or left is None or right is None:
-            return None
-        return (row_block - 1 + left + right) // column_block + 2
-
-
-def _block_visits(
-    first: Int32[Array, " query_blocks"], last: Int32[Array, " query_blocks"], key_block: int, key_blocks: int
-) -> Bool[Array, "query_blocks key_blocks"]:
-    start = jnp.arange(key_blocks, dtype=jnp.int32) * key_block
-    return (start[None] <= last[:, None]) & (start[None] + key_block > first[:, None])
-
-
-def _visited_by_row(
-    visits: Bool[Array, "rows columns"], width: int | None, q_sequence: Any, by_key: bool = False
-) -> mask_info.MaskInfo:
-    """Splash's description of visits: for each row the columns to fetch, in order, and whether to compute on them.
-
-    A step that computes nothing repeats a column that is fetched anyway. The kernel that runs over keys wants its
-    tables transposed.
-    """
-    rows, columns = visits.shape
-    width = columns if width is None else min(width, columns)
-    step = jnp.arange(width, dtype=jnp.int32)[None]
-    first = jnp.argmax(visits, axis=1).astype(jnp.int32)[:, None]  # 0 for a row that meets nobody
-    count = jnp.sum(visits, axis=1, dtype=jnp.int32)[:, None]
-    fetch = jnp.clip(first + jnp.minimum(step, jnp.maximum(count - 1, 0)), 0, columns - 1)
-    compute = jnp.broadcast_to(step < count, (rows, width)).astype(jnp.int32)
-    tables = (fetch.T, compute.T) if by_key else (fetch, compute)
-    fetch, compute = (table[None] for table in tables)
-    return mask_info.MaskInfo(fetch, None, compute, None, q_sequence)
-
 
 def _unused_id(ids: Int32[Array, "batch rows"]) -> Int32[Array, ""]:
     """An id that occurs nowhere in `ids`, found bit by bit: always on the side where fewer of the ids are.
@@ -332,7 +258,3 @@ def _head_major(rows: Array, padded_rows: int, fill: float = 0) -> Array:
     padding = [(0, 0)] * rows.ndim
     padding[2] = (0, padded_rows - rows.shape[1])
     return jnp.pad(jnp.swapaxes(rows, 1, 2), padding, constant_values=fill)
-
-
-def _whole(rows: int, block: int) -> int:
-    return -(-rows // block) * block
