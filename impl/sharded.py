@@ -90,7 +90,7 @@ def _forward(operands: Operands, strategy: Strategy, layer: Layer, mesh: Mesh) -
 
 
 def _placed_like(cotangent: Array, result: Array) -> Array:
-    """JAX 0.12 makes the zero cotangent of an unused result without its sharding, which Explicit axes do not forgive."""
+    """JAX 0.12 makes the zero cotangent of an unused result without its sharding; Explicit axes do not forgive that."""
     sharding = jax.typeof(result).sharding
     return cotangent if jax.typeof(cotangent).sharding == sharding else jax.reshard(cotangent, sharding)
 
