@@ -64,10 +64,6 @@ class HaloPlan:
     permutes: tuple[Permute, ...]
     key_runs: tuple[KeyRun, ...]
 
-    @property
-    def num_chunks(self) -> int:
-        return self.seq_len // self.chunk
-
     def rows_received(self, rank: int) -> int:
         """Rows of keys that reach `rank` over the wire."""
         return sum(permute.rows for permute in self.permutes for _, destination in permute.pairs if destination == rank)

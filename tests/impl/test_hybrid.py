@@ -156,6 +156,7 @@ def test_rematerialisation_changes_no_gradient() -> None:
             assert np.abs(one - two).max() <= 1e-12 * np.abs(one).max(), "recomputing must not change a gradient"
 
 
+@pytest.mark.slow
 def test_bfloat16_activations_keep_float32_parameters_gradients_close() -> None:
     parameters = jax.tree.map(lambda weights: weights.astype(np.float32), make_parameters())
     config = make_config("all_gather", "halo", "contiguous")

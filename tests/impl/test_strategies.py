@@ -77,7 +77,15 @@ def test_halo_is_exact_where_a_chunk_is_split_to_hide_the_halo(check_exact, layo
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("window", [(0, 1), (0, 7), (7, 7), (2, 5), (13, 20), (None, 0), (0, None), (None, None)])
+@pytest.mark.parametrize(
+    "window",
+    [
+        (0, 7),
+        (13, 20),
+        (None, None),
+        *(pytest.param(window, marks=pytest.mark.slow) for window in ((0, 1), (7, 7), (2, 5), (None, 0), (0, None))),
+    ],
+)
 def test_halo_is_exact_from_both_sides(check_exact, layout, window) -> None:
     check_exact(context=4, layout=layout, seq_len=48, window=window, documents=(30, 18))
 
@@ -101,7 +109,7 @@ def test_all_features_together_are_exact(check_exact, strategy, layout) -> None:
     )
 
 
-@pytest.mark.parametrize("strategy", ["halo", "ring"])
+@pytest.mark.parametrize("strategy", ["halo", pytest.param("ring", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "feature",
     [
