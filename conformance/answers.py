@@ -15,7 +15,7 @@ import numpy as np
 
 import oracle
 from conformance.empty_rows import empty_rows, without_empty_row_cotangents
-from conformance.inputs import STRUCTURED, inputs_of, redraw, rows_of
+from conformance.inputs import STRUCTURED, Inputs, inputs_of, redraw, rows_of
 from conformance.probed_answers import PROBE_BEYOND_PAIRS, probed_answer, visible_pairs
 from conformance.problem import Case
 from conformance.target import TargetDescription
@@ -83,7 +83,7 @@ def _probed(case: Case, with_lse: bool, defines_empty_rows: bool, precision: Pre
 
 def _whole(case: Case, with_lse: bool, defines_empty_rows: bool, precision: Precision) -> Answer:
     problem = case.problem
-    inputs = inputs_of(case)
+    inputs = _inputs(case)
     if not defines_empty_rows:
         inputs = without_empty_row_cotangents(inputs, problem)
     reference, allowance = oracle.budget.answer_with_allowances(
@@ -106,6 +106,12 @@ def _whole(case: Case, with_lse: bool, defines_empty_rows: bool, precision: Prec
         rows = np.broadcast_to(~empty[:, :, None], reference.lse.shape)
         compared = {"lse": rows, "out": np.broadcast_to(rows[..., None], reference.out.shape)}
     return _usable(Answer(_by_name(reference, problem.shared_kv), _by_name(allowance, problem.shared_kv), compared))
+
+
+@lru_cache(maxsize=2)
+def _inputs(case: Case) -> Inputs:
+    """The two calls on a draw share its inputs, which are read-only."""
+    return inputs_of(case)
 
 
 def _usable(answer: Answer) -> Answer:

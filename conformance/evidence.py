@@ -15,7 +15,7 @@ from conformance.answers import Answer, answer_for
 from conformance.case_text import format_case
 from conformance.inputs import NUM_DRAWS
 from conformance.problem import Case
-from conformance.target import TargetDescription
+from conformance.target import TargetDescription, calls_of
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Evidence:
     @property
     def calls(self) -> tuple[str, ...]:
         """The functions of the target that were called."""
-        return ("attention", "attention_with_lse") if self.target.has_lse else ("attention",)
+        return calls_of(self.target, self.case)
 
     @property
     def case_text(self) -> str:

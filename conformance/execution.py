@@ -19,7 +19,7 @@ from conformance.empty_rows import without_empty_row_cotangents
 from conformance.inputs import NUM_DRAWS, Inputs, inputs_of, redraw
 from conformance.mesh import mesh_of, shardings_of
 from conformance.problem import Case, Problem
-from conformance.target import Declined, Target
+from conformance.target import Declined, Target, calls_of
 
 # Beyond this, running an unoptimised program takes longer than optimising it would have (measured on two CPU cores).
 _MANY_LOGITS = 4_000_000
@@ -43,11 +43,7 @@ class _Setting:
     target: Target
     problem: Problem
     mesh: jax.sharding.Mesh
-
-    @property
-    def calls(self) -> tuple[str, ...]:
-        """The functions of the target that are called."""
-        return ("attention", "attention_with_lse") if self.target.attention_with_lse else ("attention",)
+    calls: tuple[str, ...]
 
 
 def execute(target: Target, case: Case, report: Report) -> tuple[Named, dict[str, np.ndarray]]:
@@ -68,7 +64,7 @@ def execute(target: Target, case: Case, report: Report) -> tuple[Named, dict[str
         return _raised(error, "supports"), {}
     if reason is not None:
         return {"declined": reason}, {}
-    setting = _Setting(target, case.problem, mesh_of(case.problem, jax.devices()))
+    setting = _Setting(target, case.problem, mesh_of(case.problem, jax.devices()), calls_of(target.description, case))
     with jax.default_matmul_precision(case.problem.precision):
         return _execute_supported(setting, case, report)
 

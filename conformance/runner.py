@@ -22,7 +22,7 @@ from conformance.problem import Case
 from conformance.process import HANGS
 from conformance.session import CaseResult, Session
 from conformance.shrink import case_size, shrink
-from conformance.target import TargetDescription
+from conformance.target import TargetDescription, calls_of
 
 # A target that keeps losing its process costs half a minute a case: after so many losses the rest is not tried.
 MAX_WORKERS_LOST = 4
@@ -137,7 +137,7 @@ def _run_one_case(case: Case, active: Sequence[tuple[TargetRun, Session]], progr
 def _compute_answers(target: TargetDescription, case: Case) -> None:
     """Fills the answers' cache while the workers compute. A case that is then declined has cost this much in vain."""
     for draw in range(NUM_DRAWS):
-        for call in ("attention", "attention_with_lse")[: 1 + target.has_lse]:
+        for call in calls_of(target, case):
             answer_for(target, case, draw, call)
 
 

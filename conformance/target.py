@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from conformance.problem import Problem
+from conformance.problem import Case, Problem
 
 COMMUNICATIONS = ("halo", "all_gather", "ring", "ulysses", "usp")
 EMPTY_ROWS = ("undefined", "zero")
@@ -60,6 +60,14 @@ class Target:
     attention_with_lse: Callable[..., Any] | None
     supports: Callable[[Problem], str | None]
     description: TargetDescription
+
+
+def calls_of(target: TargetDescription, case: Case) -> tuple[str, ...]:
+    """The functions of a target that a case calls: `attention`, and where the seed is even `attention_with_lse` too.
+
+    The second doubles a program; half of the cases, and every shrunk one (its seed is 0 if it can be), are enough.
+    """
+    return ("attention", "attention_with_lse") if target.has_lse and case.seed % 2 == 0 else ("attention",)
 
 
 def load_target(spec: str) -> Target:

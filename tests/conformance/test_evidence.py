@@ -9,7 +9,8 @@ import pytest
 
 from conformance.case_text import format_case, parse_case
 from conformance.evidence import Evidence
-from conformance.target import TargetDescription
+from conformance.problem import Case
+from conformance.target import TargetDescription, calls_of
 
 _TARGET = TargetDescription("module:target", "target")
 
@@ -53,3 +54,14 @@ def test_a_target_without_lse_has_one_call_and_the_case_its_text() -> None:
     evidence = Evidence(_TARGET, case, {}, {})
     assert evidence.calls == ("attention",), "no attention_with_lse"
     assert evidence.case_text == format_case(case) == "v=1 seq_len=8 seed=4", "the text that replays it"
+
+
+def test_attention_with_lse_is_called_on_even_seeds_of_a_target_that_has_it() -> None:
+    calls = {
+        (seed, has_lse): calls_of(TargetDescription("m:t", "t", has_lse=has_lse), Case(seed=seed))
+        for seed in (0, 1, 2, 3)
+        for has_lse in (False, True)
+    }
+    both = {key for key, called in calls.items() if called == ("attention", "attention_with_lse")}
+    assert both == {(0, True), (2, True)}, "half of the cases, the shrunk ones (seed 0) among them"
+    assert {called for key, called in calls.items() if key not in both} == {("attention",)}, "attention always"
