@@ -10,7 +10,9 @@ import argparse
 import difflib
 import importlib.metadata
 import platform
+import signal
 import sys
+import threading
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,6 +39,7 @@ _REPLAY_TARGET = DEFAULT_TARGETS[0]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit status."""
     options = _parsed(sys.argv[1:] if arguments is None else list(arguments))
+    _hear_interrupts()
     try:
         return options.command(options)
     except KeyboardInterrupt:  # before the first case or after the last: the run itself answers for the time between
@@ -49,6 +52,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         traceback.print_exc()
         print("halocheck: this is a fault of halocheck itself; nothing is said about the target", file=sys.stderr)
         return EXIT_HARNESS_FAILED
+
+
+def _hear_interrupts() -> None:
+    """A shell starts what runs in the background with SIGINT ignored, and Python leaves it so; a run must hear it."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 class _CannotStart(Exception):

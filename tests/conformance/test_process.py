@@ -170,9 +170,13 @@ def test_an_interrupt_while_the_target_is_imported_leaves_no_process(tmp_path: P
             time.sleep(0.05)
         os.kill(os.getpid(), signal.SIGINT)
 
-    threading.Thread(target=interrupt_once_it_sleeps).start()
-    with pytest.raises(KeyboardInterrupt):
-        Worker(f"{tmp_path}/slow.py:attention", _ONE)
+    heard_before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background of a shell
+    try:
+        threading.Thread(target=interrupt_once_it_sleeps).start()
+        with pytest.raises(KeyboardInterrupt):
+            Worker(f"{tmp_path}/slow.py:attention", _ONE)
+    finally:
+        signal.signal(signal.SIGINT, heard_before)
     assert not psutil.pid_exists(int(marker.read_text())), "the worker has been ended"
 
 
