@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-$(PYTHON_VERSION)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS)
 
-.PHONY: setup conformance test test-slow lint coverage clean
+.PHONY: setup conformance test test-slow lint mutation clean
 
 setup: $(STAMP)
 
@@ -41,6 +41,12 @@ test: lint
 
 test-slow: setup
 	$(BIN)/pytest -n auto -m slow
+
+# Changes the oracle in thousands of small ways, one at a time, and runs its tests on each: hours.
+mutation: setup
+	$(PIP) --no-build-isolation --editable '.[mutation]'
+	$(BIN)/mutmut run
+	$(BIN)/mutmut results
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache .import_linter_cache .hypothesis .coverage*
