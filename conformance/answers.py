@@ -21,8 +21,8 @@ from conformance.problem import Case
 from conformance.target import TargetDescription
 from oracle.budget import Precision
 
-# Two targets on the same case share its answers: two draws and two calls each, and one case more while shrinking.
-_CACHED_ANSWERS = 16
+CASES_CACHED = 4
+"""Targets that are no more cases apart than this share the answers: two draws and two calls a case."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def precision_of(target: TargetDescription, dtype: str) -> Precision:
     return Precision(dtype) if dtype == "float64" else Precision(dtype, **declared)
 
 
-@lru_cache(maxsize=_CACHED_ANSWERS)
+@lru_cache(maxsize=4 * (CASES_CACHED + 1))
 def _answer(case: Case, with_lse: bool, defines_empty_rows: bool, precision: Precision) -> Answer:
     if visible_pairs(case) > PROBE_BEYOND_PAIRS:
         return _probed(case, with_lse, defines_empty_rows, precision)

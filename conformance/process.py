@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +34,7 @@ IDLE_CPU_SECONDS = 0.3
 # A case takes a second or two of CPU, its compilation included; this is for a loop that never ends.
 BUSY_CPU_SECONDS = 600.0
 HANGS = ("hangs without using CPU", "computes without end")
+_POLL_SECONDS = 0.5
 _LOG_TAIL_BYTES = 4000
 
 
@@ -43,6 +45,28 @@ class WorkerLost:
     how: str
     phase: str
     log: str
+
+
+class _Watch:
+    """Tells from the CPU time that a worker has used since its last message whether it still gets anywhere."""
+
+    def __init__(self, cpu_seconds: float) -> None:
+        self._started_at = self._used = cpu_seconds
+        self._idle_since = self._looked_at = time.monotonic()
+
+    def hangs(self, cpu_seconds: Callable[[], float]) -> str | None:
+        """One of HANGS once it is so. It looks at `cpu_seconds` now and then only: a look costs a millisecond."""
+        now = time.monotonic()
+        if now - self._looked_at < _POLL_SECONDS:
+            return None
+        self._looked_at, now_used = now, cpu_seconds()
+        if abs(now_used - self._used) > IDLE_CPU_SECONDS:  # it falls when a process that the worker started has ended
+            self._used, self._idle_since = now_used, now
+        if now - self._idle_since > IDLE_SECONDS:
+            return HANGS[0]
+        if now_used - self._started_at > BUSY_CPU_SECONDS:
+            return HANGS[1]
+        return None
 
 
 Reply = tuple[dict[str, Any], dict[str, np.ndarray]]
@@ -72,6 +96,7 @@ class Worker:
         theirs.close()
         self._channel = Channel(ours, stalled_after=IDLE_SECONDS)
         self._phase = "loading the target"
+        self._watch = _Watch(0.0)
         self._closed = False
         try:
             self.description = self._load(spec, devices)
@@ -87,23 +112,31 @@ class Worker:
     def send(self, case_text: str) -> None:
         """Starts a case; `wait` gives its reply."""
         self._phase = "starting"
+        self._watch = _Watch(self._cpu_seconds())
         with contextlib.suppress(ChannelClosed):  # a worker that is gone shows in wait()
             self._channel.send({"do": "execute", "case": case_text})
 
     def wait(self) -> Reply | WorkerLost:
         """The reply to the case that was sent, or how the worker was lost."""
+        while (reply := self.poll(_POLL_SECONDS)) is None:
+            pass
+        return reply
+
+    def poll(self, seconds: float) -> Reply | WorkerLost | None:
+        """What `wait` gives, if it is known within `seconds`; else None."""
         try:
-            while True:
-                if how := self._wait_for_message():
-                    return self._lost(how)
+            while self._has_message(seconds):
                 message, arrays = self._channel.receive()
                 if "result" in message:
                     return message["result"], arrays
                 self._phase = message["phase"]
+                self._watch = _Watch(self._cpu_seconds())
         except ChannelClosed:
             return self._lost(self._how_it_ended())
         except ChannelGarbled:
             return self._lost("writes to the channel of the harness")
+        how = self._watch.hangs(self._cpu_seconds)
+        return self._lost(how) if how else None
 
     def close(self) -> None:
         """Ends the process and whatever it started."""
@@ -138,19 +171,14 @@ class Worker:
 
     def _wait_for_message(self) -> str | None:
         """None once a message or the end of the channel is there to read; else how the worker hangs."""
-        started_at = used = self._cpu_seconds()
-        idle_since = time.monotonic()
-        while True:
-            readable, _, _ = select.select([self._channel], [], [], 0.5)
-            if readable:
-                return None
-            now_used = self._cpu_seconds()
-            if abs(now_used - used) > IDLE_CPU_SECONDS:  # it falls when a process that the worker started has ended
-                used, idle_since = now_used, time.monotonic()
-            if time.monotonic() - idle_since > IDLE_SECONDS:
-                return HANGS[0]
-            if now_used - started_at > BUSY_CPU_SECONDS:
-                return HANGS[1]
+        how = None
+        while how is None and not self._has_message(_POLL_SECONDS):
+            how = self._watch.hangs(self._cpu_seconds)
+        return how
+
+    def _has_message(self, seconds: float) -> bool:
+        readable, _, _ = select.select([self._channel], [], [], seconds)
+        return bool(readable)
 
     def _cpu_seconds(self) -> float:
         """CPU time of the worker and of every process it started."""

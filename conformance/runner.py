@@ -6,23 +6,21 @@ May touch: sessions, the clock; never JAX. Tests: tests/conformance/test_runner.
 from __future__ import annotations
 
 import dataclasses
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from threadpoolctl import threadpool_limits
 
-from conformance.answers import answer_for
 from conformance.case_text import format_case, parse_case
 from conformance.devices import Devices
 from conformance.finding import Finding
-from conformance.inputs import NUM_DRAWS
+from conformance.lanes import Lane, next_judged
 from conformance.problem import Case
 from conformance.process import HANGS
 from conformance.session import CaseResult, Session
 from conformance.shrink import case_size, shrink
-from conformance.target import TargetDescription, calls_of
+from conformance.target import TargetDescription
 
 # A target that keeps losing its process costs half a minute a case: after so many losses the rest is not tried.
 MAX_WORKERS_LOST = 4
@@ -101,44 +99,30 @@ def run(plan: Plan, progress: Progress) -> Run:
 
 
 def _run_cases(state: Run, sessions: Sequence[Session], progress: Progress, started_at: float) -> None:
+    """Every case on every target, each target at its own pace: what one declines costs the others no time."""
     plan = state.plan
+    lanes = [Lane(session, plan.cases) for session in sessions]
+    targets = dict(zip(lanes, state.targets, strict=True))
     told_at = time.monotonic()
-    for number, case in enumerate(plan.cases, 1):
-        if number > len(plan.covering) and plan.seconds is not None and time.monotonic() - started_at > plan.seconds:
-            progress(f"{number - 1} of {len(plan.cases)} cases done; the time of --seconds is up")
-            return
-        active = [pair for pair in zip(state.targets, sessions, strict=True) if not pair[0].stopped]
-        _run_one_case(case, active, progress)
-        for target, session in active:
-            if session.workers_lost >= MAX_WORKERS_LOST:
-                target.stopped = f"its process was lost {session.workers_lost} times"
-                progress(f"{target.description.name}: {target.stopped}; its remaining cases are not tried")
-        if time.monotonic() - told_at > 10 or number == len(plan.cases):
+    time_is_up = False
+    while (lane := next_judged(lanes)) is not None:
+        target = targets[lane]
+        target.results.append(lane.judge())
+        _note_findings(target, progress)
+        if lane.session.workers_lost >= MAX_WORKERS_LOST:
+            lane.end_at(0)
+            target.stopped = f"its process was lost {lane.session.workers_lost} times"
+            progress(f"{target.description.name}: {target.stopped}; its remaining cases are not tried")
+        if not time_is_up and plan.seconds is not None and time.monotonic() - started_at > plan.seconds:
+            time_is_up = True
+            for other in lanes:
+                other.end_at(len(plan.covering))
+        if time.monotonic() - told_at > 10:
             told_at = time.monotonic()
-            progress(f"case {number} of {len(plan.cases)}: {_counts(state)}")
-
-
-def _run_one_case(case: Case, active: Sequence[tuple[TargetRun, Session]], progress: Progress) -> None:
-    """The case on every target, as many at a time as there are cores."""
-    at_once = os.cpu_count() or 1
-    for first in range(0, len(active), at_once):
-        group = active[first : first + at_once]
-        for _, session in group:
-            session.start(case)
-        for target, _ in group:
-            _compute_answers(target.description, case)
-        for _, session in group:
-            session.wait()
-        for target, session in group:
-            target.results.append(session.judge())
-            _note_findings(target, progress)
-
-
-def _compute_answers(target: TargetDescription, case: Case) -> None:
-    """Fills the answers' cache while the workers compute. A case that is then declined has cost this much in vain."""
-    for draw in range(NUM_DRAWS):
-        for call in calls_of(target, case):
-            answer_for(target, case, draw, call)
+            progress(f"of {len(plan.cases)} cases: {_counts(state)}")
+    if time_is_up and any(len(target.results) < len(plan.cases) and not target.stopped for target in state.targets):
+        progress("the time of --seconds is up")
+    progress(f"of {len(plan.cases)} cases: {_counts(state)}")
 
 
 def _note_findings(target: TargetRun, progress: Progress) -> None:

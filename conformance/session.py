@@ -25,6 +25,7 @@ from conformance.problem import Case
 from conformance.process import Reply, Worker, WorkerLost
 from conformance.target import TargetDescription, TargetError
 
+_POLL_SECONDS = 0.5
 CONFORMS, FINDING, DECLINED, INCONCLUSIVE = "conforms", "finding", "declined", "inconclusive"
 
 
@@ -68,31 +69,36 @@ class Session:
     def run(self, case: Case) -> CaseResult:
         """Runs and judges one case."""
         self.start(case)
-        self.wait()
+        while not self.ready(_POLL_SECONDS):
+            pass
         return self.judge()
 
     def start(self, case: Case) -> None:
-        """Has the worker begin with a case; `wait` and `judge` follow, and other sessions may start meanwhile."""
+        """Has the worker begin with a case; once it is `ready`, `judge` follows. Other sessions may start meanwhile."""
         self._case, self._reply, self._refusal = case, None, self._refused(case)
         if self._refusal is None:
             self._reply = self._send(case)
 
-    def wait(self) -> None:
-        """Waits until the worker has answered or is lost."""
+    def ready(self, seconds: float) -> bool:
+        """Whether the worker has answered, or is known to be lost, within `seconds`."""
         if self._reply is None and self._refusal is None:
-            self._reply = self._wait(self._case)
+            self._reply = self._poll(self._case, seconds)
+        return self._reply is not None or self._refusal is not None
+
+    @property
+    def needs_quiet(self) -> bool:
+        """Whether `judge` will run the case once more, alone: no other session may be running then."""
+        return isinstance(self._reply, WorkerLost) and not self._is_confirmed(self._reply)
 
     def judge(self) -> CaseResult:
-        """The result of the case. A lost worker's case is run once more here, so no other session may be running."""
+        """The result of the case, for a session that is ready."""
         case, reply = self._case, self._reply
         if self._refusal is not None or reply is None:
             return CaseResult(case, DECLINED, reason=self._refusal or "not started")
         if not isinstance(reply, WorkerLost):
             return self._judged(case, reply)
         self.workers_lost += 1
-        again = reply
-        if (reply.how, reply.phase) not in self._confirmed:
-            again = self._send(case) or self._wait(case)
+        again = reply if self._is_confirmed(reply) else self._run_again(case)
         if isinstance(again, WorkerLost):
             self._confirmed.add((again.how, again.phase))
             finding = lost(self.description.name, format_case(case), again)
@@ -128,11 +134,20 @@ class Session:
         self._workers[enable_x64].send(format_case(case))
         return None
 
-    def _wait(self, case: Case) -> Reply | WorkerLost:
-        reply = self._workers[_needs_x64(case)].wait()
+    def _poll(self, case: Case, seconds: float) -> Reply | WorkerLost | None:
+        reply = self._workers[_needs_x64(case)].poll(seconds)
         if isinstance(reply, WorkerLost):
             del self._workers[_needs_x64(case)]
         return reply
+
+    def _run_again(self, case: Case) -> Reply | WorkerLost:
+        reply = self._send(case)
+        while reply is None:
+            reply = self._poll(case, _POLL_SECONDS)
+        return reply
+
+    def _is_confirmed(self, loss: WorkerLost) -> bool:
+        return (loss.how, loss.phase) in self._confirmed
 
     def _judged(self, case: Case, reply: Reply) -> CaseResult:
         message, arrays = reply

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from conformance import runner
+from conformance import lanes, runner
 from conformance.case_text import format_case, parse_case
 from conformance.devices import Devices
 from conformance.finding import Finding
@@ -24,10 +24,14 @@ _CASES = tuple(parse_case(f"v=1 seq_len=32 sliding_window_size=9 sinks=true seed
 
 
 class _Session:
-    """Stands in for `Session`: `behaves` answers each case; `ran` holds their texts, `closed` counts closings."""
+    """Stands in for `Session`, always ready: `behaves` answers each case; `ran` holds their texts.
+
+    `closed` counts how often it was closed.
+    """
 
     def __init__(self, name: str, behaves: Behaviour) -> None:
         self.description = TargetDescription(name, name)
+        self.needs_quiet = False
         self.behaves = behaves
         self.workers_lost = 0
         self.ran: list[str] = []
@@ -37,8 +41,8 @@ class _Session:
     def start(self, case: Case) -> None:
         self._case = case
 
-    def wait(self) -> None:
-        pass
+    def ready(self, seconds: float) -> bool:
+        return True
 
     def judge(self) -> CaseResult:
         self.ran.append(format_case(self._case))
@@ -65,7 +69,7 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Run, dict[str, _
             return sessions.setdefault(spec, _Session(spec, behaviours[spec]))
 
         monkeypatch.setattr(runner, "Session", session)
-        monkeypatch.setattr(runner, "answer_for", lambda *args: None)
+        monkeypatch.setattr(lanes, "answer_for", lambda *args: None)
         plan = Plan(tuple(behaviours), covering, further, Devices("cpu", 8), ("contract", "output"), **options)
         return run(plan, lines.append), sessions, lines
 
@@ -91,13 +95,13 @@ def test_every_target_runs_every_case_in_order(job: Any) -> None:
         assert session.ran == expected, f"covering cases, then further ones, on {name}"
         assert session.closed == 1, f"the workers of {name} are ended"
     assert [len(target.results) for target in state.targets] == [4, 4], "all results are kept"
-    assert lines == ["case 4 of 4: first 4 conforms; second 4 conforms"], "plain progress"
+    assert lines == ["of 4 cases: first 4 conforms; second 4 conforms"], "plain progress"
 
 
 def test_seconds_cut_further_cases_and_never_the_covering_list(job: Any) -> None:
     _, sessions, lines = job(_CASES[:3], _CASES[3:], target=_conforms, seconds=0.0)
     assert sessions["target"].ran == [format_case(case) for case in _CASES[:3]], "the covering list alone"
-    assert "3 of 6 cases done; the time of --seconds is up" in lines, "and it is said"
+    assert lines == ["the time of --seconds is up", "of 6 cases: target 3 conforms"], "and it is said"
 
 
 def test_a_kind_of_finding_is_told_once_and_kept_at_its_smallest_case(job: Any) -> None:
@@ -208,7 +212,7 @@ def test_an_interrupt_that_comes_with_the_line_that_tells_of_a_finding_does_not_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(runner, "Session", lambda spec, *_: _Session(spec, lambda case, _: _found(case, "a", "b")))
-    monkeypatch.setattr(runner, "answer_for", lambda *args: None)
+    monkeypatch.setattr(lanes, "answer_for", lambda *args: None)
 
     def interrupt(line: str) -> None:
         raise KeyboardInterrupt
@@ -224,7 +228,7 @@ def test_an_interrupt_while_one_target_is_judged_keeps_what_another_found(
     def interrupts(case: Case, _: _Session) -> CaseResult:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(runner.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(lanes.os, "cpu_count", lambda: 2)
     state, _, _ = job(_CASES[:1], first=lambda case, _: _found(case, "is wrong"), second=interrupts)
     assert len(state.targets[0].smallest) == 1, "found just before"
     assert state.targets[1].results == [], "the other has no result"
@@ -272,25 +276,6 @@ def test_an_error_of_the_harness_ends_the_workers_too(job: Any) -> None:
     with pytest.raises(ArithmeticError):
         job(_CASES, target=fails)
     assert sessions["target"].closed == 1, "no process is left"
-
-
-def test_two_targets_are_run_side_by_side_and_three_on_two_cores_in_two_groups(
-    job: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    running, most = set(), []
-
-    def watched(name: str) -> Behaviour:
-        return lambda case, session: (running.discard(name), _conforms(case, session))[1]
-
-    start = _Session.start
-    monkeypatch.setattr(
-        _Session,
-        "start",
-        lambda self, case: (running.add(self.description.name), most.append(len(running)), start(self, case))[2],
-    )
-    monkeypatch.setattr(runner.os, "cpu_count", lambda: 2)
-    job(_CASES[:2], a=watched("a"), b=watched("b"), c=watched("c"))
-    assert max(most) == 2, "as many at a time as there are cores"
 
 
 def test_a_plan_is_plain_data() -> None:

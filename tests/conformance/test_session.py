@@ -47,7 +47,7 @@ class _Script:
             def send(self, case_text: str) -> None:
                 cases.append(case_text)
 
-            def wait(self) -> Any:
+            def poll(self, seconds: float) -> Any:
                 reply = script.replies.pop(0)
                 script.open -= isinstance(reply, WorkerLost)
                 return reply
