@@ -35,8 +35,9 @@ lint: setup
 	$(BIN)/lint-imports
 
 # The oracle and the halo plan are what every verdict rests on: every branch of them is run.
+# Our own plugin is left out: it would import the oracle before its coverage is measured.
 test: lint
-	$(BIN)/pytest -n auto --cov=oracle --cov=impl --cov-report=
+	$(BIN)/pytest -p no:halocheck -n auto --cov=oracle --cov=impl --cov-report=
 	$(BIN)/coverage report --include='oracle/*,impl/exchange.py' --show-missing --skip-covered --fail-under=100
 
 test-slow: setup
