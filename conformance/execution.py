@@ -8,7 +8,7 @@ May touch: JAX and the target; never the oracle's answer. Tests: tests/conforman
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,9 @@ from conformance.empty_rows import without_empty_row_cotangents
 from conformance.inputs import NUM_DRAWS, Inputs, inputs_of, redraw
 from conformance.mesh import mesh_of, shardings_of
 from conformance.problem import Case, Problem
+from conformance.program_facts import program_facts
 from conformance.target import Declined, Target, calls_of
+from conformance.traced import scope
 
 # Beyond this, running an unoptimised program takes longer than optimising it would have (measured on two CPU cores).
 _MANY_LOGITS = 4_000_000
@@ -37,22 +39,34 @@ class ContractBroken(Exception):
 
 
 @dataclass(frozen=True)
-class _Setting:
-    """What every step of one execution needs."""
+class Setting:
+    """What every step of one execution needs. `checks`: those that will judge it."""
 
     target: Target
     problem: Problem
     mesh: jax.sharding.Mesh
     calls: tuple[str, ...]
+    checks: Collection[str] = ()
 
 
-def execute(target: Target, case: Case, report: Report) -> tuple[Named, dict[str, np.ndarray]]:
+@dataclass(frozen=True)
+class Program:
+    """One program, as JAX traced it and as XLA compiled it."""
+
+    traced: Any
+    compiled: Any
+
+
+def execute(
+    target: Target, case: Case, report: Report, checks: Collection[str] = ()
+) -> tuple[Named, dict[str, np.ndarray]]:
     """Runs the case and says what happened, as a message and arrays for the channel.
 
     The message has `declined` (a reason), `raised` (type, message, traceback, where), `broken` (tensor, quality,
     expected, got) or none of these; `misplaced` lists outputs that lie elsewhere than the contract says, `diverged`
-    those whose copies on several devices are not the same. Arrays are named `draw/call/tensor`, in layout order.
-    `report` is told the phase that begins.
+    those whose copies on several devices are not the same; `facts`, where the check `collectives` asks for them, are
+    program_facts of the program. Arrays are named `draw/call/tensor`, in layout order. `report` is told the phase that
+    begins.
     """
     try:
         reason = target.supports(case.problem)
@@ -64,51 +78,53 @@ def execute(target: Target, case: Case, report: Report) -> tuple[Named, dict[str
         return _raised(error, "supports"), {}
     if reason is not None:
         return {"declined": reason}, {}
-    setting = _Setting(target, case.problem, mesh_of(case.problem, jax.devices()), calls_of(target.description, case))
+    mesh = mesh_of(case.problem, jax.devices())
+    setting = Setting(target, case.problem, mesh, calls_of(target.description, case), checks)
     with jax.default_matmul_precision(case.problem.precision):
         return _execute_supported(setting, case, report)
 
 
-def _execute_supported(setting: _Setting, case: Case, report: Report) -> tuple[Named, dict[str, np.ndarray]]:
+def _execute_supported(setting: Setting, case: Case, report: Report) -> tuple[Named, dict[str, np.ndarray]]:
     report("making inputs")
     draws = [_placed(setting, _draw_inputs(setting.target, case, draw)) for draw in range(NUM_DRAWS)]
     report("tracing and compiling")
     try:
-        compiled = _compiled(setting, _forward_and_gradients, draws[0])
+        program = compiled_program(setting, _forward_and_gradients, draws[0])
     except Exception as error:  # noqa: BLE001  # see above
         failed = error
     else:
-        return _run(setting, compiled, draws, report)
+        return _run(setting, program, draws, report)
     # Outside of the except clause: what the forward raises again is no consequence of our having caught it.
     return _forward_alone(setting, draws, failed, report)
 
 
 def _forward_alone(
-    setting: _Setting, draws: list[Named], first: Exception, report: Report
+    setting: Setting, draws: list[Named], first: Exception, report: Report
 ) -> tuple[Named, dict[str, np.ndarray]]:
     """Tells a target that fails from one that only has no gradient; the forward of the latter is still compared."""
     report("tracing and compiling the forward alone")
     try:
-        compiled = _compiled(setting, _forward, draws[0])
+        program = compiled_program(setting, _forward, draws[0])
     except Declined as error:
         return {"declined": str(error)}, {}
     except ContractBroken as error:
         return {"broken": [error.tensor, error.quality, error.expected, error.got]}, {}
     except Exception as error:  # noqa: BLE001  # see above
         return _raised(error, "forward"), {}
-    message, arrays = _run(setting, compiled, draws, report)
+    message, arrays = _run(setting, program, draws, report)
     return {**message, **_raised(first, "gradient")}, arrays
 
 
-def _compiled(setting: _Setting, function: Callable[[_Setting, Named], Named], arrays: Named) -> Any:
+def compiled_program(setting: Setting, function: Callable[[Setting, Named], Named], arrays: Named) -> Program:
     """One program. Workers compile cheaply (devices.py), which large arrays repay badly."""
     problem = setting.problem
     logits = problem.batch * problem.num_query_heads * problem.seq_len**2
     options: Named | None = {"xla_backend_optimization_level": 3} if logits > _MANY_LOGITS else None
-    return jax.jit(lambda arrays: function(setting, arrays)).lower(arrays).compile(options)
+    traced = jax.jit(lambda arrays: function(setting, arrays)).trace(arrays)
+    return Program(traced, traced.lower().compile(options))
 
 
-def _run(setting: _Setting, compiled: Any, draws: list[Named], report: Report) -> tuple[Named, dict[str, np.ndarray]]:
+def _run(setting: Setting, program: Program, draws: list[Named], report: Report) -> tuple[Named, dict[str, np.ndarray]]:
     """Runs the compiled program once a draw, one call in flight at a time."""
     arrays: dict[str, np.ndarray] = {}
     misplaced: dict[str, str] = {}
@@ -116,7 +132,7 @@ def _run(setting: _Setting, compiled: Any, draws: list[Named], report: Report) -
     for draw, placed in enumerate(draws):
         report(f"running draw {draw}")
         try:
-            results = jax.block_until_ready(compiled(placed))
+            results = jax.block_until_ready(program.compiled(placed))
         except Exception as error:  # noqa: BLE001  # see above
             return _raised(error, f"draw {draw}"), arrays
         for name, array in results.items():
@@ -125,18 +141,23 @@ def _run(setting: _Setting, compiled: Any, draws: list[Named], report: Report) -
                 misplaced[name] = place
             if difference := _difference_of_copies(array):
                 diverged[name] = difference
-    return {"misplaced": misplaced, "diverged": diverged}, arrays
+    message: Named = {"misplaced": misplaced, "diverged": diverged}
+    if "collectives" in setting.checks:
+        cotangents = [name in ("dout", "dlse") for name in sorted(draws[0])]  # a dict's leaves are in this order
+        message["facts"] = program_facts(program.traced, program.compiled, cotangents)
+    return message, arrays
 
 
-def _forward(setting: _Setting, arrays: Named) -> Named:
+def _forward(setting: Setting, arrays: Named) -> Named:
     """The primal calls: `call/out`, and `attention_with_lse/lse`."""
     results: Named = {}
     for call in setting.calls:
-        results |= {f"{call}/{name}": array for name, array in _call(setting, call, arrays).items()}
+        with scope("primal", call):
+            results |= {f"{call}/{name}": array for name, array in call_target(setting, call, arrays).items()}
     return results
 
 
-def _forward_and_gradients(setting: _Setting, arrays: Named) -> Named:
+def _forward_and_gradients(setting: Setting, arrays: Named) -> Named:
     """The primal calls, the VJP's own forward (`call/out of vjp`) and the gradients (`call/dquery`, …)."""
     results = _forward(setting, arrays)
     differentiable = {name: arrays[name] for name in ("query", "key", "value", "sinks") if name in arrays}
@@ -144,14 +165,18 @@ def _forward_and_gradients(setting: _Setting, arrays: Named) -> Named:
     for call in setting.calls:
         if call == "attention_with_lse" and not setting.target.description.lse_grad:
             continue
-        outputs, vjp = jax.vjp(lambda inputs, call=call: _call(setting, call, {**others, **inputs}), differentiable)
-        (gradients,) = vjp({name: arrays[f"d{name}"] for name in outputs})
+        with scope("forward", call):
+            outputs, vjp = jax.vjp(
+                lambda inputs, call=call: call_target(setting, call, {**others, **inputs}), differentiable
+            )
+        with scope("backward", call):
+            (gradients,) = vjp({name: arrays[f"d{name}"] for name in outputs})
         results |= {f"{call}/{name} of vjp": array for name, array in outputs.items()}
         results |= {f"{call}/d{name}": array for name, array in gradients.items()}
     return results
 
 
-def _call(setting: _Setting, call: str, arrays: Named) -> Named:
+def call_target(setting: Setting, call: str, arrays: Named) -> Named:
     """One call of the target, as its contract says; what it returns is held to the contract while tracing."""
     problem = setting.problem
     optional = {name: arrays[name] for name in ("segment_ids", "sinks") if name in arrays}
@@ -194,7 +219,7 @@ def _draw_inputs(target: Target, case: Case, draw: int) -> Inputs:
     return inputs
 
 
-def _placed(setting: _Setting, inputs: Inputs) -> Named:
+def _placed(setting: Setting, inputs: Inputs) -> Named:
     """Fresh copies of the masters in layout order, placed on the mesh; absent inputs are left out."""
     order = setting.problem.positions()
     shardings = shardings_of(setting.problem, setting.mesh)
@@ -210,7 +235,7 @@ def _placed(setting: _Setting, inputs: Inputs) -> Named:
     return placed
 
 
-def _misplacement(setting: _Setting, name: str, array: jax.Array) -> str | None:
+def _misplacement(setting: Setting, name: str, array: jax.Array) -> str | None:
     """Where an output lies, if that is not where the contract says."""
     tensor = name.partition("/")[2].removesuffix(" of vjp")
     expected = shardings_of(setting.problem, setting.mesh)[tensor.removeprefix("d")]

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,17 +104,17 @@ class Worker:
             self.close()
             raise
 
-    def run(self, case_text: str) -> Reply | WorkerLost:
+    def run(self, case_text: str, checks: Collection[str] = ()) -> Reply | WorkerLost:
         """Has the target run one case: see `execution.execute` for the reply. Use `send` and `wait` to overlap."""
-        self.send(case_text)
+        self.send(case_text, checks)
         return self.wait()
 
-    def send(self, case_text: str) -> None:
-        """Starts a case; `wait` gives its reply."""
+    def send(self, case_text: str, checks: Collection[str] = ()) -> None:
+        """Starts a case for these checks; `wait` gives its reply."""
         self._phase = "starting"
         self._watch = _Watch(self._cpu_seconds())
         with contextlib.suppress(ChannelClosed):  # a worker that is gone shows in wait()
-            self._channel.send({"do": "execute", "case": case_text})
+            self._channel.send({"do": "execute", "case": case_text, "checks": list(checks)})
 
     def wait(self) -> Reply | WorkerLost:
         """The reply to the case that was sent, or how the worker was lost."""

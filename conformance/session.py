@@ -43,6 +43,7 @@ class CaseResult:
     shares: Mapping[tuple[str, str], float] = field(default_factory=dict)
     reason: str = ""
     details: tuple[Detail, ...] = ()
+    figures: Mapping[str, float] = field(default_factory=dict)
 
 
 class Session:
@@ -131,7 +132,7 @@ class Session:
                 self._workers[enable_x64] = Worker(self._spec, self._devices, enable_x64=enable_x64)
             except TargetError as error:
                 return WorkerLost("fails", "loading the target again", error.report)
-        self._workers[enable_x64].send(format_case(case))
+        self._workers[enable_x64].send(format_case(case), self._asked(case))
         return None
 
     def _poll(self, case: Case, seconds: float) -> Reply | WorkerLost | None:
@@ -160,15 +161,19 @@ class Session:
         shares: dict[tuple[str, str], float] = {}
         findings: list[Finding] = []
         details: list[Detail] = []
-        for name in self._check_names:
-            if case.problem.dtype not in CHECKS[name].dtypes:
-                continue
+        figures: dict[str, float] = {}
+        for name in self._asked(case):
             outcome = CHECKS[name].run(evidence)
             shares |= {(name, tensor): share for tensor, share in outcome.shares.items()}
             findings.extend(outcome.findings)
             details.extend(outcome.details)
+            figures |= outcome.figures
         status = FINDING if findings else CONFORMS
-        return CaseResult(case, status, tuple(findings), shares, details=tuple(details))
+        return CaseResult(case, status, tuple(findings), shares, details=tuple(details), figures=figures)
+
+    def _asked(self, case: Case) -> tuple[str, ...]:
+        """The checks that have a question about this case."""
+        return tuple(name for name in self._check_names if CHECKS[name].asks_about(case))
 
 
 def _needs_x64(case: Case) -> bool:

@@ -50,6 +50,8 @@ class TargetDescription:
     empty_rows: str = "undefined"
     lse_grad: bool = True
     exact: bool = False
+    halo_row_multiple: int = 1
+    residual_names: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,8 @@ def make_target(candidate: Any, spec: str) -> Target:
         empty_rows=_choice(candidate, spec, "empty_rows", "undefined", EMPTY_ROWS),
         lse_grad=_choice(candidate, spec, "lse_grad", True, (True, False)),
         exact=_choice(candidate, spec, "exact", False, (True, False)),
+        halo_row_multiple=_halo_row_multiple(candidate, spec),
+        residual_names=_residual_names(candidate, spec),
     )
     supports = _function(candidate, spec, "supports") or (lambda problem: None)
     return Target(attention, with_lse, supports, description)
@@ -166,3 +170,17 @@ def _precision(candidate: Any, spec: str) -> dict[str, Any]:
     if not isinstance(value, Mapping) or not all(isinstance(item, int | None) for item in value.values()):
         raise TargetError(f"{spec}.precision must map fields of oracle.budget.Precision to values, got {value!r}")
     return dict(value)
+
+
+def _halo_row_multiple(candidate: Any, spec: str) -> int:
+    value = getattr(candidate, "halo_row_multiple", 1)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise TargetError(f"{spec}.halo_row_multiple must be an integer >= 1, got {value!r}")
+    return value
+
+
+def _residual_names(candidate: Any, spec: str) -> tuple[str, ...]:
+    value = getattr(candidate, "residual_names", ())
+    if isinstance(value, str) or not all(isinstance(name, str) for name in value):
+        raise TargetError(f"{spec}.residual_names must be a tuple of checkpoint names, got {value!r}")
+    return tuple(value)

@@ -53,7 +53,8 @@ def _serve(channel: Channel) -> None:
             continue
         assert target is not None, "a case was sent before a target was loaded"
         try:
-            message, arrays = execute(target, parse_case(request["case"]), lambda phase: channel.send({"phase": phase}))
+            case, checks = parse_case(request["case"]), request["checks"]
+            message, arrays = execute(target, case, lambda phase: channel.send({"phase": phase}), checks)
         except ChannelClosed:
             raise
         except Exception:  # noqa: BLE001  # execute answers for whatever the target raises: this is a fault of ours

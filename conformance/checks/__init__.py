@@ -3,7 +3,7 @@
 May touch: evidence and findings; never JAX, never a fault of the catalogue. Tests: tests/conformance/test_checks_*.py.
 """
 
-from conformance.checks import contract, exact, gradients, output, residuals
+from conformance.checks import collectives, contract, exact, gradients, output, residuals
 from conformance.checks.outcome import Check, Outcome
 from conformance.problem import DTYPES
 
@@ -15,6 +15,9 @@ CHECKS: dict[str, Check] = {
     "residuals": Check(residuals.TENSORS, residuals.check, _ROUNDED),
     "gradients": Check(gradients.TENSORS, gradients.check, _ROUNDED),
     "exact": Check(exact.TENSORS, exact.check, ("float64",)),
+    "collectives": Check(
+        collectives.TENSORS, collectives.check, DTYPES, is_claimed=lambda target: target.communication is not None
+    ),
 }
 """By the name that `--checks` takes, in the order of the verdict table."""
 

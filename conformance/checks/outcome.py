@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 
 from conformance.evidence import Evidence
 from conformance.finding import Finding
+from conformance.problem import Case
+from conformance.target import TargetDescription
 
 
 @dataclass(frozen=True)
@@ -34,17 +36,29 @@ class Outcome:
     """`shares` has one entry for each tensor that was looked at: the largest error as a share of its allowance.
 
     A tensor without numbers (the contract's) has share 0 when it holds. What is not in `shares` was not tried.
+    `figures` are numbers to report that no verdict depends on, by what they say.
     """
 
     shares: Mapping[str, float] = field(default_factory=dict)
     findings: tuple[Finding, ...] = ()
     details: tuple[Detail, ...] = ()
+    figures: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Check:
-    """A check: the tensors it looks at, in the order of the verdict table, its one function, the dtypes it is for."""
+    """A check: the tensors it looks at, in the order of the verdict table, its one function, the dtypes it is for.
+
+    `designates` picks the cases that it is asked on, where every case would cost too much; a pure function of the case.
+    `is_claimed`: a target for which it is False is "not claimed" in the verdict, whatever was measured.
+    """
 
     tensors: tuple[str, ...]
     run: Callable[[Evidence], Outcome]
     dtypes: tuple[str, ...]
+    designates: Callable[[Case], bool] = lambda case: True
+    is_claimed: Callable[[TargetDescription], bool] = lambda target: True
+
+    def asks_about(self, case: Case) -> bool:
+        """Whether the check has a question about this case."""
+        return case.problem.dtype in self.dtypes and self.designates(case)

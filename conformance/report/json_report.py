@@ -96,6 +96,7 @@ def _target_content(target: TargetRun, run: Run) -> dict[str, Any]:
                 "status": result.status,
                 "reason": result.reason,
                 "shares": {f"{check}/{tensor}": share for (check, tensor), share in result.shares.items()},
+                "figures": dict(result.figures),
                 "findings": [finding.to_json() for finding in result.findings],
             }
             for result in target.results

@@ -15,7 +15,7 @@ from conformance.problem import Case
 from conformance.runner import Run, TargetRun
 from conformance.session import CONFORMS, DECLINED, FINDING, INCONCLUSIVE
 
-NOT_TRIED = "not tried"
+NOT_TRIED, NOT_CLAIMED = "not tried", "not claimed"
 EXIT_CONFORMS, EXIT_FINDING, EXIT_CANNOT_START, EXIT_HARNESS_FAILED, EXIT_INCONCLUSIVE, EXIT_INTERRUPTED = (
     0,
     1,
@@ -92,6 +92,8 @@ def _cell(target: TargetRun, check: str, tensor: str) -> Cell:
     findings = sum(any(f.check == check and f.tensor == tensor for f in r.findings) for r in target.results)
     if findings:
         status = FINDING
+    elif not CHECKS[check].is_claimed(target.description):
+        status = NOT_CLAIMED
     elif shares:
         status = CONFORMS
     elif any(result.status == DECLINED and _has(target, result.case, check, tensor) for result in target.results):
@@ -141,14 +143,16 @@ def _limits(target: TargetRun, run: Run, counts: dict[str, int]) -> list[str]:
 
 
 def _is_owed(target: TargetRun, cell: Cell) -> bool:
-    """Whether a case that the target took has the tensor, for this check."""
+    """Whether a case that the target took has the tensor, for this check, and the target claims it."""
+    if not CHECKS[cell.check].is_claimed(target.description):
+        return False
     taken = (result.case for result in target.results if result.status != DECLINED)
     return any(_has(target, case, cell.check, cell.tensor) for case in taken)
 
 
 def _has(target: TargetRun, case: Case, check: str, tensor: str) -> bool:
     """Whether a target that takes the case has the tensor to show to the check."""
-    if case.problem.dtype not in CHECKS[check].dtypes:
+    if not CHECKS[check].asks_about(case):
         return False
     present = {
         "lse": target.description.has_lse,

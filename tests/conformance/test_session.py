@@ -44,7 +44,7 @@ class _Script:
         class _Worker:
             description = TargetDescription(spec, "target", **script.declared)
 
-            def send(self, case_text: str) -> None:
+            def send(self, case_text: str, checks: Any = ()) -> None:
                 cases.append(case_text)
 
             def poll(self, seconds: float) -> Any:

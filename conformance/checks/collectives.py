@@ -1,0 +1,189 @@
+"""Does the target send what its strategy may send, and nothing else: kinds, mesh axes, bytes, forward and backward?
+
+A target that claims no `communication` is not judged, and never conforms. Gradients that are summed across ranks in
+less than float32 are a finding. May touch: evidence, findings, wire_plan. Tests:
+tests/conformance/test_checks_collectives.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from conformance.checks.outcome import Outcome
+from conformance.evidence import Evidence
+from conformance.finding import Finding
+from conformance.hlo import HOST, Collective
+from conformance.problem import Problem
+from conformance.wire_plan import Allowance, halo_rows, wire_plan
+
+TENSORS = ("forward", "backward")
+# What XLA names a collective after that the target itself wrote.
+_EXPLICIT = ("all_gather", "all_to_all", "pmax", "pmin", "ppermute", "psum", "ragged_all_to_all", "reduce_scatter")
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """One collective: its kind, the axes of size above 1 between whose devices it sends, bytes that reach each device.
+
+    `trips_known` is False for one in a loop whose number of turns nobody knows.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    bytes: np.ndarray
+    phase: str
+    inserted: bool
+    trips_known: bool
+
+
+def check(evidence: Evidence) -> Outcome:
+    """Holds the traced and the compiled program against the plan of the claimed strategy."""
+    facts, claim = evidence.message.get("facts"), evidence.target.communication
+    if facts is None or claim is None:
+        return Outcome()
+    if facts["remote_copies"]:
+        return Outcome()  # kernels that send by themselves: what they send is not known, so nothing is claimed of it
+    problem = evidence.case.problem
+    multiple = evidence.target.halo_row_multiple
+    traced = [_of_traced(collective, problem) for collective in facts["traced"]]
+    compiled = [_of_compiled(collective, problem) for collective in facts["compiled"]]
+    shares: dict[str, float] = {}
+    findings: dict[tuple[str, str], Finding] = {}
+    for sent, widened in ((traced, False), (compiled, True)):
+        plan = wire_plan(problem, claim, multiple, widened=widened)
+        for tensor in TENSORS:
+            judged = _Judgement(evidence, tensor, claim)
+            judged.judge(sent, plan.forward if tensor == "forward" else plan.backward)
+            if tensor == "forward" or evidence.message.get("raised") is None:
+                shares[tensor] = max(shares.get(tensor, 0.0), judged.share)
+            findings = judged.findings | findings
+    for reading in facts["narrow_sums"]:
+        judged = _Judgement(evidence, "backward", claim)
+        judged.add("sums gradients across ranks in less than float32", f"({reading})")
+        findings |= judged.findings
+    return Outcome(shares, tuple(findings.values()), figures=_figures(problem, claim, multiple))
+
+
+def _figures(problem: Problem, claim: str, multiple: int) -> dict[str, float]:
+    """How much more than its window's rows a halo may send, as it declares."""
+    if claim != "halo" or multiple == 1 or not halo_rows(problem)[0]:
+        return {}
+    return {"halo rows allowed, of those the window reaches": halo_rows(problem, multiple)[0] / halo_rows(problem)[0]}
+
+
+class _Judgement:
+    """Collects what is wrong with one direction of one program, and its largest share of an allowance."""
+
+    def __init__(self, evidence: Evidence, tensor: str, claim: str) -> None:
+        self._evidence, self._tensor, self._claim = evidence, tensor, claim
+        self.share = 0.0
+        self.findings: dict[tuple[str, str], Finding] = {}
+
+    def judge(self, sent: Iterable[_Sent], plan: Sequence[Allowance]) -> None:
+        """Every phase on its own, but sums, which XLA may join over phases."""
+        by_phase: dict[str, list[_Sent]] = {}
+        for one in sent:
+            is_backward = one.phase.startswith("backward/")
+            if is_backward == (self._tensor == "backward"):
+                by_phase.setdefault(one.phase, []).append(one)
+        calls = len(self._evidence.calls)
+        for phase, members in by_phase.items():
+            for kind, axes in sorted({(one.kind, one.axes) for one in members}):
+                self._judge_kind(kind, axes, members, plan)
+            for allowance in plan:
+                # A collective without a phase may belong to any of them; and XLA joins the sums of several calls.
+                joins = phase == "" or "all-reduce" in allowance.kinds
+                fitting = [one for one in members if _fits(one, allowance)]
+                self._judge_bytes(fitting, allowance, calls * (2 if phase == "" else 1) if joins else 1)
+
+    def _judge_kind(self, kind: str, axes: tuple[str, ...], members: list[_Sent], plan: Sequence[Allowance]) -> None:
+        mine = [one for one in members if (one.kind, one.axes) == (kind, axes)]
+        by = "; the compiler put it in" if all(one.inserted for one in mine) else ""
+        if kind in HOST:
+            self.add("talks to the host", f"({kind})")
+        elif all(one.bytes.max() == 0 for one in mine):
+            return  # among a single device, or sent by each to itself
+        elif not any(kind in allowance.kinds for allowance in plan):
+            self.add(f"uses {kind}", f"over {' and '.join(axes)}, and the plan of {self._claim} has none{by}")
+        elif not any(_fits(one, allowance) for one in mine for allowance in plan):
+            self.add(f"uses {kind} over another axis", f"({' and '.join(axes)}){by}")
+        elif not all(one.trips_known for one in mine):
+            self.add(f"uses {kind} in a loop without a known end", "so what it sends has no bound")
+
+    def _judge_bytes(self, fitting: list[_Sent], allowance: Allowance, times: int) -> None:
+        if not fitting:
+            return
+        # The device that receives most.
+        received = float(np.sum([one.bytes for one in fitting], axis=0).max())
+        allowed = allowance.bytes * times
+        share = received / allowed if allowed else float("inf") if received else 0.0
+        self.share = max(self.share, share)
+        if received > allowed:
+            by = "; the compiler put some of it in" if any(one.inserted for one in fitting) else ""
+            kind = " or ".join(allowance.kinds)
+            self.add(
+                f"sends too much by {kind}",
+                f"{received:.0f} bytes reach a device, {allowance.what} are {allowed:.0f}{by}",
+                expected=allowed,
+                got=received,
+                share=share,
+            )
+
+    def add(self, what: str, how: str, **numbers: float) -> None:
+        """One finding a kind."""
+        evidence, tensor = self._evidence, self._tensor
+        self.findings.setdefault(
+            (tensor, what),
+            Finding(
+                target=evidence.target.name,
+                check="collectives",
+                tensor=tensor,
+                signature=what,
+                case=evidence.case_text,
+                reading=f"the {tensor} of a target that claims {self._claim} {what} {how}",
+                **numbers,  # type: ignore[arg-type]  # expected, got and share
+            ),
+        )
+
+
+def _fits(one: _Sent, allowance: Allowance) -> bool:
+    return one.kind in allowance.kinds and set(one.axes) <= set(allowance.axes)
+
+
+def _of_traced(facts: Mapping[str, Any], problem: Problem) -> _Sent:
+    """A primitive: its pairs count along its own axes, whatever the others are."""
+    sizes = dict(problem.mesh_shape)
+    axes = tuple(axis for axis in facts["axes"] if sizes.get(axis, 1) > 1)
+    size = int(np.prod([sizes[axis] for axis in axes], initial=1))
+    pairs = tuple((source, to) for source, to in facts["pairs"])
+    groups = () if pairs else (tuple(range(facts["group_size"] or size)),)
+    one = Collective(facts["kind"], (), facts["bytes"], pairs, groups, facts["trips"])
+    coordinates = np.indices([size for _, size in problem.mesh_shape]).reshape(len(sizes), -1)
+    places = [list(sizes).index(axis) for axis in axes]
+    ranks = np.zeros(problem.num_devices, int)
+    for place, axis in zip(places, axes, strict=True):
+        ranks = ranks * sizes[axis] + coordinates[place]
+    # Every group is as good as the first.
+    received = np.array([one.bytes_received(rank if pairs else 0) for rank in range(size)])
+    return _Sent(one.kind, axes, received[ranks], facts["phase"], False, True)
+
+
+def _of_compiled(facts: Mapping[str, Any], problem: Problem) -> _Sent:
+    """An instruction: its devices are numbered as they stand in the mesh."""
+    shape = tuple(size for _, size in problem.mesh_shape)
+    pairs = tuple((source, to) for source, to in facts["pairs"])
+    groups = tuple(tuple(group) for group in facts["groups"])
+    fields = {name: facts[name] for name in ("kind", "bytes", "trips", "op_name")}
+    one = Collective(dtypes=tuple(facts["dtypes"]), pairs=pairs, groups=groups, **fields)
+    varying = np.zeros(len(shape), bool)
+    for group in pairs or groups:
+        coordinates = np.array(np.unravel_index(np.array(group), shape))
+        varying |= (coordinates != coordinates[:, :1]).any(axis=1)
+    axes = tuple(axis for (axis, _), varies in zip(problem.mesh_shape, varying, strict=True) if varies)
+    received = np.array([one.bytes_received(device) for device in range(problem.num_devices)])
+    inserted = one.op_name.rsplit("/", 1)[-1].removesuffix("_invariant") not in _EXPLICIT
+    return _Sent(one.kind, axes, received, facts["phase"], inserted, one.trips is not None)

@@ -1,0 +1,122 @@
+"""Finds gradients that are summed across ranks in less than float32, in a traced program.
+
+A sum by the collective itself (psum, reduce_scatter), or partial gradients that travel narrow and are added on arrival.
+Ordinary data do not show it: one rounding more is inside what rounding allows. XLA's CPU compiler widens all of these,
+so the traced program is the one place to look. May touch: jaxprs. Tests: tests/conformance/test_program_facts.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from conformance.traced import inner_jaxprs, is_transparent, is_variable
+
+State = frozenset[str]
+# What is known of a value: it depends on an input; on a cotangent; it is a cotangent that travelled narrow, moved and
+# perhaps widened since, but not yet computed with.
+_NOTHING: State = frozenset()
+_INPUT, _COTANGENT, _TRAVELLED = "input", "cotangent", "travelled"
+
+_SUMS_OVER_RANKS = ("psum", "psum_invariant", "reduce_scatter", "unreduced_psum", "unreduced_reduce_scatter")
+_TRAVELS = ("all_gather", "all_gather_invariant", "all_to_all", "ppermute", "ragged_all_to_all")
+_MOVES = (
+    "broadcast_in_dim",
+    "concatenate",
+    "convert_element_type",
+    "copy",
+    "copy_p",
+    "dynamic_slice",
+    "dynamic_update_slice",
+    "gather",
+    "mul",
+    "name",
+    "optimization_barrier",
+    "pad",
+    "pvary",
+    "reduce_precision",
+    "reshape",
+    "rev",
+    "scatter",
+    "select_n",
+    "sharding_constraint",
+    "slice",
+    "split",
+    "squeeze",
+    "transpose",
+)
+_ADDS = ("add", "add_any", "cumsum", "reduce_sum", "scatter-add", "sub")
+_NARROW = ("bfloat16", "float16", "float8")
+
+
+def narrow_sums(program: Any, cotangents: Sequence[bool]) -> list[str]:
+    """The sums across ranks in fewer bits than float32 that depend on a cotangent, as "psum of bfloat16".
+
+    `cotangents` says which inputs of the closed jaxpr are cotangents.
+    """
+    found: set[str] = set()
+    states = [frozenset({_INPUT, _COTANGENT}) if is_one else frozenset({_INPUT}) for is_one in cotangents]
+    _flow(program.jaxpr, states, found)
+    return sorted(found)
+
+
+def _flow(jaxpr: Any, states: Sequence[State], found: set[str]) -> list[State]:
+    """The states of the jaxpr's outputs, from those of its inputs."""
+    known = dict(zip(jaxpr.invars, states, strict=True))
+    for equation in jaxpr.eqns:
+        inputs = [known.get(var, _NOTHING) if is_variable(var) else _NOTHING for var in equation.invars]
+        known.update(zip(equation.outvars, _after(equation, inputs, found), strict=True))
+    return [known.get(var, _NOTHING) if is_variable(var) else _NOTHING for var in jaxpr.outvars]
+
+
+def _after(equation: Any, inputs: list[State], found: set[str]) -> list[State]:
+    """The states of an equation's outputs."""
+    name = equation.primitive.name
+    if is_transparent(equation):
+        ((inner, _),) = inner_jaxprs(equation)
+        return _flow(inner, inputs, found)
+    if name == "scan":
+        return _after_scan(equation, inputs, found)
+    if name == "while":
+        return _after_while(equation, inputs, found)
+    if name == "cond":
+        branches = [_flow(inner, inputs[1:], found) for inner, _ in inner_jaxprs(equation)]
+        return [frozenset().union(*outputs) for outputs in zip(*branches, strict=True)]
+    together: State = frozenset().union(*inputs)
+    dtypes = [str(var.aval.dtype) for var in equation.invars if hasattr(var.aval, "dtype")]
+    narrow = next((dtype for dtype in dtypes if dtype.startswith(_NARROW)), None)
+    if name in _SUMS_OVER_RANKS and narrow and _COTANGENT in together:
+        found.add(f"{name} of {narrow}")
+    if name in _ADDS and _TRAVELLED in together:
+        found.add("adding what arrived narrow")
+    keeps = name in (*_MOVES, *_TRAVELS) and not (name == "mul" and all(_INPUT in state for state in inputs))
+    if not keeps:
+        together -= {_TRAVELLED}
+    if name in _TRAVELS and narrow and _COTANGENT in together:
+        together |= {_TRAVELLED}
+    if len(inputs) == len(equation.outvars) > 1:  # a barrier, or several arrays at once: each goes its own way
+        return [state & together if keeps else state - {_TRAVELLED} for state in inputs]
+    return [together] * len(equation.outvars)
+
+
+def _after_scan(equation: Any, inputs: list[State], found: set[str]) -> list[State]:
+    ((inner, _),) = inner_jaxprs(equation)
+    first, last = equation.params["num_consts"], equation.params["num_consts"] + equation.params["num_carry"]
+    return _settled(inner, inputs, slice(first, last), found)
+
+
+def _after_while(equation: Any, inputs: list[State], found: set[str]) -> list[State]:
+    skipped = equation.params["cond_nconsts"]
+    first = equation.params["body_nconsts"]
+    return _settled(equation.params["body_jaxpr"].jaxpr, inputs[skipped:], slice(first, None), found)
+
+
+def _settled(inner: Any, inputs: list[State], carry: slice, found: set[str]) -> list[State]:
+    """The outputs of a loop's body once another turn adds nothing to the states of what it carries."""
+    states = list(inputs)
+    while True:
+        outputs = _flow(inner, states, found)
+        carried = [old | new for old, new in zip(states[carry], outputs, strict=False)]
+        if carried == states[carry]:
+            return outputs
+        states[carry] = carried
