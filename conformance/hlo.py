@@ -173,29 +173,28 @@ def _collective(line: str, num_devices: int) -> Collective | None:
 
 def _split(instruction: str) -> tuple[str, str, str]:
     """(type of the result, opcode, the rest) of what stands after an instruction's "="."""
-    if instruction.startswith("("):
-        depth = 0
-        for end, letter in enumerate(instruction):
-            depth += (letter == "(") - (letter == ")")
-            if depth == 0:
-                break
-        end += 1
-    else:
-        end = instruction.index(" ") if " " in instruction else len(instruction)
+    end = _end_of_type(instruction, " ")
     opcode, _, rest = instruction[end:].strip().partition("(")
     return instruction[:end], opcode, rest
 
 
 def _operands(kind: str, is_async: bool, result: str) -> str:
-    """The type that stands for the operands: a start of a pair holds (operands, results, …), but for an all-reduce's."""
+    """The type of the operands, from the result's: the start of a pair holds (operands, results, …); an all-reduce's
+    holds its results alone.
+    """
     if not is_async or kind == "all-reduce" or not result.startswith("("):
         return result
+    return result[1 : 1 + _end_of_type(result[1:], ",")]
+
+
+def _end_of_type(text: str, separator: str) -> int:
+    """Where the type that `text` begins with ends: at the first separator outside of any bracket."""
     depth = 0
-    for end, letter in enumerate(result):
+    for index, letter in enumerate(text):
+        if letter == separator and depth == 0:
+            return index
         depth += (letter in "([{") - (letter in ")]}")
-        if depth == 1 and letter == "," and end > 1:
-            return result[1:end]
-    return result
+    return len(text)
 
 
 def _dtypes_and_bytes(of_type: str) -> tuple[tuple[str, ...], int]:

@@ -65,13 +65,13 @@ def program_facts(traced: Any, compiled: Any, cotangents: Sequence[bool]) -> dic
 def cost_facts(traced: Any, compiled: Any | None = None) -> dict[str, Any]:
     """How much a program computes and holds.
 
-    `matmul_flops` and `elements` (of all intermediate arrays) count what stands in a loop as often as it runs; XLA's own
-    cost analysis counts it once, and is given as `xla_flops`. `equations` is what JAX traces and XLA is handed,
+    `matmul_flops` and `elements` (of all intermediate arrays) count what stands in a loop as often as it runs; XLA's
+    own cost analysis counts it once, and is given as `xla_flops`. `equations` is what JAX traces and XLA is handed,
     `constant_bytes` what tracing builds into it. `temporary_bytes` is of one device.
     """
     equations = reached(traced.jaxpr)
     leaves = [at for at in equations if not any(True for _ in inner_jaxprs(at.equation))]
-    facts = {
+    facts: dict[str, Any] = {
         "matmul_flops": matmul_flops(equations),
         "elements": sum((at.trips or 1) * sum(map(_elements, at.equation.outvars)) for at in leaves),
         "equations": len(equations),

@@ -67,9 +67,7 @@ def _visit(jaxpr: Any, used: Sequence[bool], trips: int | None, phase: str, foun
     return [var in needed for var in jaxpr.invars]
 
 
-def _visit_inner(
-    equation: Any, outputs: list[bool], trips: int | None, phase: str, found: list[Reached]
-) -> list[bool]:
+def _visit_inner(equation: Any, outputs: list[bool], trips: int | None, phase: str, found: list[Reached]) -> list[bool]:
     if is_transparent(equation):
         ((inner, _),) = inner_jaxprs(equation)
         return _visit(inner, outputs, trips, phase, found)

@@ -1,4 +1,4 @@
-"""What a strategy may send: for one call and its gradient, which kinds of collective, over which mesh axes, how many bytes.
+"""What a strategy may send, in one call and in its gradient: kinds of collectives, mesh axes, bytes.
 
 Upper bounds, worked out here from the positions that a window reaches and from shapes alone; the implementations' own
 plans are not looked at. May touch: problem. Tests: tests/conformance/test_checks_collectives.py.
@@ -107,7 +107,7 @@ def _halo(problem: Problem, shape: _Shape, multiple: int, widened: bool) -> _Bot
 
 @lru_cache(maxsize=64)
 def halo_rows(problem: Problem, multiple: int = 1) -> tuple[int, int]:
-    """(most rows that a rank receives, most that it sends), each run of them rounded up to `multiple` inside its chunk."""
+    """(most rows that a rank receives, most that it sends), each run rounded up to `multiple` inside its chunk."""
     positions = problem.positions()
     ranks, chunk = problem.context_parallelism, problem.chunk_len
     rank_of = np.empty(problem.seq_len, int)

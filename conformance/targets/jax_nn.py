@@ -55,9 +55,12 @@ class _DotProductAttention:
         positions = jax.device_put(jnp.broadcast_to(problem.positions(), query.shape[:2]), placed)
 
         def on_one_rank(query: Any, key: Any, value: Any, ids: Any, positions: Any) -> Any:
+            # Wide on the wire: the transpose of gathering sums gradients over ranks in the dtype that was gathered.
+            wide = (x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in (key, value))
             key, value, key_ids, key_positions = (
-                jax.lax.all_gather(x, sequence, axis=1, tiled=True) for x in (key, value, ids, positions)
+                jax.lax.all_gather(x, sequence, axis=1, tiled=True) for x in (*wide, ids, positions)
             )
+            key, value = (x.astype(query.dtype) for x in (key, value))
             mask = _mask(problem, positions[:, :, None] - key_positions[:, None, :])
             mask &= ids[:, :, None] == key_ids[:, None, :]
             if problem.padding is not None:

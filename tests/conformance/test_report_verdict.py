@@ -234,6 +234,7 @@ def test_cells_stand_in_the_order_of_the_checks() -> None:
         ("gradients", "dvalue"),
         ("gradients", "dsinks"),
         *(("exact", tensor) for tensor in ("out", "lse", "dquery", "dkey", "dvalue", "dsinks")),
+        *(("collectives", tensor) for tensor in ("forward", "backward")),
     ], "one cell a check and tensor"
 
 
