@@ -4,7 +4,7 @@ Touches no arrays. Tested in tests/impl/test_wire_bytes.py against what traced p
 table of them.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from impl.exchange import HaloPlan, halo_plan
 from impl.heads import plan_heads
@@ -18,7 +18,10 @@ ID = 4
 
 @dataclass(frozen=True, kw_only=True)
 class LayerShape:
-    """One layer on a mesh of context ranks alone: shapes, window, bytes of an element of query, key and value."""
+    """One layer on a mesh of context ranks alone: shapes, window, bytes of an element of query, key and value.
+
+    With `ulysses_parallelism` > 1 its model's global strategy is usp: the sequence lies on context × ulysses ranks.
+    """
 
     strategy: str
     layout: str
@@ -29,6 +32,7 @@ class LayerShape:
     num_kv_heads: int
     head_dim: int
     value_dim: int
+    ulysses_parallelism: int = 1
     itemsize: int = 2
     batch: int = 1
     has_segment_ids: bool = False
@@ -36,7 +40,7 @@ class LayerShape:
     @property
     def rows(self) -> int:
         """Rows of a rank."""
-        return self.seq_len // self.context_parallelism
+        return self.seq_len // (self.context_parallelism * self.ulysses_parallelism)
 
 
 @dataclass(frozen=True)
@@ -50,13 +54,16 @@ class WireBytes:
 def wire_bytes(shape: LayerShape) -> WireBytes:
     """What `impl.attention` and its VJP bring to a rank. dsinks (4 bytes a query head) is left out.
 
-    `ValueError` for a strategy on two axes (usp): what it brings is that of ulysses on one and of ring on the other.
+    `ValueError` for a strategy that does not exist.
     """
-    counters = {"halo": _halo, "all_gather": _all_gather, "ring": _ring, "ulysses": _ulysses}
+    counters = {"halo": _halo, "all_gather": _all_gather, "ring": _ring, "ulysses": _ulysses, "usp": _ring}
     if shape.strategy not in counters:
         raise ValueError(f"strategy must be one of {', '.join(counters)}, got {shape.strategy!r}")
+    exchange = (0, 0)
+    if shape.ulysses_parallelism > 1:
+        exchange, shape = _head_exchange(shape, shape.ulysses_parallelism)
     forward, backward = counters[shape.strategy](shape)
-    return WireBytes(shape.batch * forward, shape.batch * backward)
+    return WireBytes(shape.batch * (exchange[0] + forward), shape.batch * (exchange[1] + backward))
 
 
 def _key_row(shape: LayerShape, itemsize: int) -> int:
@@ -94,7 +101,12 @@ def _ring(shape: LayerShape) -> tuple[int, int]:
 
 
 def _ulysses(shape: LayerShape) -> tuple[int, int]:
-    size = shape.context_parallelism
+    received, _ = _head_exchange(shape, shape.context_parallelism)
+    return received
+
+
+def _head_exchange(shape: LayerShape, size: int) -> tuple[tuple[int, int], LayerShape]:
+    """What an exchange of heads over `size` ranks brings to one of them, and the layer that it leaves to each."""
     heads = plan_heads(shape.num_query_heads, shape.num_kv_heads, size)
     kv_heads = heads.shard_kv_heads if heads.aligned else heads.shard_query_heads
     others = (size - 1) * shape.rows
@@ -105,4 +117,5 @@ def _ulysses(shape: LayerShape) -> tuple[int, int]:
     forward = query * (dims * shape.itemsize + WIDE) + key * dims * shape.itemsize + ids
     # dout and dquery; lse and delta; dkey and dvalue.
     backward = query * (dims * shape.itemsize + 2 * WIDE) + key * dims * WIDE
-    return forward, backward
+    inner = replace(shape, num_query_heads=heads.shard_query_heads, num_kv_heads=kv_heads, ulysses_parallelism=1)
+    return (forward, backward), inner

@@ -5,6 +5,7 @@ oracle's), `check_exact` (asserts that they agree in float64). May touch: JAX's 
 """
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -196,6 +197,68 @@ def equations(function: Callable, *arguments) -> list:
 
     walk(jax.make_jaxpr(function)(*arguments).jaxpr)
     return found
+
+
+HLO_BYTES = {
+    "pred": 1,
+    "s8": 1,
+    "u8": 1,
+    "s16": 2,
+    "bf16": 2,
+    "f16": 2,
+    "s32": 4,
+    "u32": 4,
+    "f32": 4,
+    "f64": 8,
+    "s64": 8,
+}
+COLLECTIVE = re.compile(
+    r" = (?P<shape>\(.*?\)|\S+) (?P<kind>all-gather|all-to-all|collective-permute|reduce-scatter)(?P<start>-start)?\("
+)
+
+
+def bytes_received_in_hlo(hlo: str, devices: int) -> int:
+    """What all but all-reduces of a compiled program bring to the device that receives most. A loop's body counts as
+    often as the loop runs, which XLA must have found out."""
+    # A computation runs from its header to the next: a kernel's attributes may hold lines of any form.
+    _, *parts = re.split(r"(?m)^(?:ENTRY )?%(\S+) \(.*\{$", hlo)
+    computations = dict(zip(parts[::2], parts[1::2], strict=True))
+    entry = re.search(r"(?m)^ENTRY %(\S+) ", hlo)
+    assert entry is not None, "every HLO module has an entry computation"
+
+    def reaches(device: int, name: str) -> int:
+        total = 0
+        for line in computations[name].splitlines():
+            if collective := COLLECTIVE.search(line):
+                total += _bytes_of_collective(collective, line, device)
+            inner = re.findall(r"(?:body|calls|to_apply)=%([^\s,)]+)", line)
+            trips = re.search(r'known_trip_count":\{"n":"(\d+)"', line)
+            assert trips or " while(" not in line, f"a loop of unknown length: {line}"
+            total += (int(trips[1]) if trips else 1) * sum(reaches(device, called) for called in inner)
+        return total
+
+    return max(reaches(device, entry[1]) for device in range(devices))
+
+
+def _bytes_of_collective(collective: re.Match, line: str, device: int) -> int:
+    shapes = re.findall(r"(\w+)\[([\d,]*)\]", collective["shape"])
+    sizes = [HLO_BYTES[dtype] * math.prod(map(int, filter(None, dims.split(",")))) for dtype, dims in shapes]
+    if collective["kind"] == "collective-permute":
+        arriving = sizes[1] if collective["start"] else sizes[0]  # a started one holds its operand, then its result
+        return arriving * len(re.findall(rf"\{{\d+,{device}\}}", line.partition("source_target_pairs=")[2]))
+    group = re.search(r"replica_groups=(?:\{\{([\d,]+)\}|\[\d+,(\d+)\])", line)
+    assert group is not None, f"a collective without groups: {line}"
+    ranks = len(group[1].split(",")) if group[1] else int(group[2])
+    if collective["kind"] == "all-gather":
+        return sizes[-1] * (ranks - 1) // ranks
+    if collective["kind"] == "reduce-scatter":
+        return sizes[-1] * (ranks - 1)
+    return sum(sizes) * (ranks - 1) // ranks
+
+
+@pytest.fixture
+def received_in_hlo() -> Callable[[str, int], int]:
+    return bytes_received_in_hlo
 
 
 @pytest.fixture

@@ -12,6 +12,8 @@ import sys
 
 import pytest
 
+from impl.wire_bytes import LayerShape, WireBytes, wire_bytes
+
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed: halocheck[aot]"),
 ]
@@ -25,15 +27,17 @@ import impl
 
 fields, kv_heads, dtype = json.loads(sys.argv[1])
 topology = topologies.get_topology_desc(platform="tpu", topology_name="v6e:2x4")
-tensor = fields.pop("tensor", 1)
-mesh = Mesh(np.array(topology.devices).reshape(8 // tensor, tensor), ("context", "tensor"))
+tensor, ulysses, head_dim = (fields.pop(*field) for field in (("tensor", 1), ("ulysses", 1), ("head_dim", 256)))
+devices = np.array(topology.devices).reshape(8 // tensor // ulysses, ulysses, tensor)
+mesh = Mesh(devices, ("context", "ulysses", "tensor"))
 config = impl.AttentionConfig(sliding_window_size=1024, **fields)
 local = config.local_context_parallel_strategy
 kind = impl.AttentionType.LOCAL_SLIDING if local else impl.AttentionType.GLOBAL
 
 def shape(heads):
-    spec = PartitionSpec(None, "context", "tensor" if heads % tensor == 0 else None)
-    return jax.ShapeDtypeStruct((1, 131072, heads, 256), dtype, sharding=NamedSharding(mesh, spec))
+    sequence = ("context", "ulysses") if ulysses > 1 else "context"
+    spec = PartitionSpec(None, sequence, "tensor" if heads % tensor == 0 else None)
+    return jax.ShapeDtypeStruct((1, 131072, heads, head_dim), dtype, sharding=NamedSharding(mesh, spec))
 
 def step(query, key, value, dout):
     def attention(*inputs):
@@ -69,6 +73,24 @@ def compiled_for_v6e(kv_heads: int = 8, dtype: str = "bfloat16", **fields) -> di
     return json.loads(run.stdout.splitlines()[-1])
 
 
+def stated(strategy: str, load_balance: bool, window: tuple[int | None, int], ulysses: int = 1) -> WireBytes:
+    """What docs/strategies.md states for the layer of PROGRAM."""
+    return wire_bytes(
+        LayerShape(
+            strategy=strategy,
+            layout="dual_chunk_swap" if load_balance else "contiguous",
+            context_parallelism=8 // ulysses,
+            ulysses_parallelism=ulysses,
+            seq_len=131072,
+            window=window,
+            num_query_heads=16,
+            num_kv_heads=8,
+            head_dim=256,
+            value_dim=256,
+        )
+    )
+
+
 def schedule(hlo: str) -> list[str]:
     """The names of the collectives and kernels of the entry computation, in the order in which they run."""
     entry = hlo[hlo.index("ENTRY ") :]
@@ -84,7 +106,7 @@ def between(order: list[str], start: str) -> list[str]:
 @pytest.mark.parametrize(
     "load_balance", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["contiguous", "dual_chunk_swap"]
 )
-def test_the_interior_kernels_run_while_the_halo_travels(load_balance) -> None:
+def test_the_interior_kernels_run_while_the_halo_travels(load_balance, received_in_hlo) -> None:
     compiled = compiled_for_v6e(local_context_parallel_strategy="halo", context_parallel_load_balance=load_balance)
     order = schedule(compiled["hlo"])
     permutes = [name for name in order if name.startswith("collective-permute-start")]
@@ -98,6 +120,17 @@ def test_the_interior_kernels_run_while_the_halo_travels(load_balance) -> None:
     others = [name for name in order if re.match(COLLECTIVE, name) and "collective-permute" not in name]
     assert others == [], f"halo needs no other collective: {others}"
     assert compiled["temporary"] < 2**30, "no array of the whole sequence's size"
+    expected = stated("halo", load_balance, (1023, 0))
+    received = received_in_hlo(compiled["hlo"], 8)
+    assert received == expected.forward + expected.backward, "the bytes that the table states, and no more"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+def test_smaller_head_dims_compile_too(head_dim) -> None:
+    compiled = compiled_for_v6e(local_context_parallel_strategy="halo", head_dim=head_dim)
+    kernels = [name for name in schedule(compiled["hlo"]) if "splash" in name]
+    assert len(kernels) >= 6, f"forward, dq and dkv of interior and boundary: {kernels}"
 
 
 def collective_dtypes(hlo: str, kind: str) -> set[str]:
@@ -105,10 +138,11 @@ def collective_dtypes(hlo: str, kind: str) -> set[str]:
 
 
 @pytest.mark.slow
-def test_all_gather_sums_its_gradients_in_float32() -> None:
+def test_all_gather_sums_its_gradients_in_float32(received_in_hlo) -> None:
     hlo = compiled_for_v6e(context_parallel_strategy="all_gather")["hlo"]
     assert collective_dtypes(hlo, "reduce-scatter") == {"f32"}, "XLA narrows such sums unless it is kept from it"
     assert collective_dtypes(hlo, "all-reduce") == set(), "a reduce-scatter, not an all-reduce of twice the bytes"
+    check_bytes(received_in_hlo(hlo, 8), stated("all_gather", False, (None, 0)))
 
 
 @pytest.mark.slow
@@ -117,10 +151,19 @@ def test_replicated_kv_heads_sum_their_gradients_in_float32() -> None:
     assert collective_dtypes(hlo, "all-reduce") == {"f32"}, "the sum over tensor shards must not be rounded on the way"
 
 
+def check_bytes(received: int, expected: WireBytes) -> None:
+    """XLA may take from the forward what the backward would fetch again, and adds nothing."""
+    assert expected.backward <= received <= expected.forward + expected.backward, "no more than the table states"
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ring", "ulysses"])
+@pytest.mark.parametrize("strategy", ["ring", "ulysses", "usp"])
 @pytest.mark.parametrize("load_balance", [False, True], ids=["contiguous", "dual_chunk_swap"])
-def test_other_strategies_compile_and_fit(strategy, load_balance) -> None:
-    compiled = compiled_for_v6e(context_parallel_strategy=strategy, context_parallel_load_balance=load_balance)
+def test_other_strategies_compile_and_fit(strategy, load_balance, received_in_hlo) -> None:
+    ulysses = 2 if strategy == "usp" else 1
+    compiled = compiled_for_v6e(
+        context_parallel_strategy=strategy, context_parallel_load_balance=load_balance, ulysses=ulysses
+    )
     assert compiled["temporary"] < 8 * 2**30, "fits beside a model in a v6e's 32 GiB"
     assert "splash_mha_fwd" in compiled["hlo"], "Pallas kernels, chosen by the platform of the mesh's devices"
+    check_bytes(received_in_hlo(compiled["hlo"], 8), stated(strategy, load_balance, (None, 0), ulysses))
