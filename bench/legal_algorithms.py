@@ -33,6 +33,7 @@ class Algorithm:
     rounded_heads: bool = False  # dkey and dvalue of each query head are rounded to `dtype` before the group's sum
     prescaled_query: bool = False  # query * scale is rounded to `dtype` before the first matmul
     rounded_logits: bool = False  # logits are stored in bfloat16
+    rounded_partials: bool = False  # what each of `ranks` runs of keys or queries contributes is stored in `dtype`
     matmul_passes: int = 6  # float32 matmuls as 1 or 3 bfloat16 passes, or 6 (exact products)
 
 
@@ -104,6 +105,15 @@ def declared_zoo() -> Iterator[Algorithm]:
     yield Algorithm("bfloat16", rounded_probabilities=True, prescaled_query=True)
     yield Algorithm("bfloat16", rounded_probabilities=True, prescaled_query=True, base_two=True, key_block=128)
     yield Algorithm("bfloat16", rounded_probabilities=True, rounded_logits=True)
+    for ranks, prescaled_query in itertools.product((2, 5, 16), (False, True)):
+        yield Algorithm(
+            "bfloat16",
+            rounded_probabilities=True,
+            ranks=ranks,
+            prescaled_query=prescaled_query,
+            rounded_partials=True,
+            rounded_heads=True,
+        )
     yield Algorithm("float32", rounded_probabilities=True)
     yield Algorithm("float32", prescaled_query=True)
     for passes, delta in itertools.product((1, 3), ("out", "p")):
@@ -119,7 +129,7 @@ def _head(algorithm: Algorithm, problem: Problem, head: int, kv_head: int) -> tu
     if algorithm.prescaled_query:
         factor = _stored(query * np.float32(problem.scale), algorithm.dtype).astype(np.float32)
     logits, slope = _logits(algorithm, problem, factor, key)
-    accumulator, lse = _forward(algorithm, logits, value, sink)
+    accumulator, lse = _merged_forward(algorithm, logits, value, sink)
     out = _stored(accumulator, algorithm.dtype).astype(np.float32)
 
     weights = _exp(algorithm, logits - np.where(np.isneginf(lse), np.float32(0), lse)[:, None])
@@ -141,9 +151,10 @@ def _head(algorithm: Algorithm, problem: Problem, head: int, kv_head: int) -> tu
     return (
         accumulator,
         lse,
-        _matmul(algorithm, dlogits, key) * np.float32(problem.scale),
-        _rank_sum(algorithm, dlogits, factor) * scale,
-        _rank_sum(algorithm, weights, dout),
+        _rank_sum(algorithm, dlogits.T, key, algorithm.ranks if algorithm.rounded_partials else 1)
+        * np.float32(problem.scale),
+        _rank_sum(algorithm, dlogits, factor, algorithm.ranks) * scale,
+        _rank_sum(algorithm, weights, dout, algorithm.ranks),
         (sink_share * row).sum(dtype=np.float32),
     )
 
@@ -163,6 +174,24 @@ def _logits(
         tanh = np.tanh(logits / cap)
         logits, slope = cap * tanh, 1 - tanh * tanh
     return np.where(problem.visible, logits, np.float32(-np.inf)), slope
+
+
+def _merged_forward(
+    algorithm: Algorithm, logits: np.ndarray, value: np.ndarray, sink: np.float32
+) -> tuple[np.ndarray, np.ndarray]:
+    """out before it is stored, and lse; where partial results are rounded, those of runs of keys, merged by lse."""
+    if not algorithm.rounded_partials:
+        return _forward(algorithm, logits, value, sink)
+    no_sink = np.float32(-np.inf)
+    parts = [
+        _forward(algorithm, logits[:, run], value[run], no_sink if index else sink)
+        for index, run in enumerate(np.array_split(np.arange(len(value)), algorithm.ranks))
+    ]
+    lse = np.logaddexp.reduce([part_lse for _, part_lse in parts], axis=0)
+    finite_lse = np.where(np.isneginf(lse), np.float32(0), lse)
+    shares = (np.exp(part_lse - finite_lse)[:, None] for _, part_lse in parts)
+    outs = (_stored(part, algorithm.dtype).astype(np.float32) for part, _ in parts)
+    return np.sum([out * part_share for out, part_share in zip(outs, shares, strict=True)], axis=0), lse
 
 
 def _forward(
@@ -225,10 +254,13 @@ def _ordered_matmul(algorithm: Algorithm, left: np.ndarray, right: np.ndarray) -
     return sums.sum(axis=0)
 
 
-def _rank_sum(algorithm: Algorithm, cotangents: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """cotangents.T @ rows, each rank's queries first."""
-    runs = np.array_split(np.arange(len(rows)), algorithm.ranks)
-    return np.stack([_matmul(algorithm, cotangents[run].T, rows[run]) for run in runs]).sum(axis=0)
+def _rank_sum(algorithm: Algorithm, cotangents: np.ndarray, rows: np.ndarray, ranks: int) -> np.ndarray:
+    """cotangents.T @ rows, each rank's rows first."""
+    runs = np.array_split(np.arange(len(rows)), ranks)
+    parts = [_matmul(algorithm, cotangents[run].T, rows[run]) for run in runs]
+    if algorithm.rounded_partials:
+        parts = [_stored(part, algorithm.dtype).astype(np.float32) for part in parts]
+    return np.stack(parts).sum(axis=0)
 
 
 def _group_sum(algorithm: Algorithm, gradients: np.ndarray, group: int) -> np.ndarray:

@@ -107,5 +107,6 @@ def declared(algorithm: legal_algorithms.Algorithm) -> Precision:
         rounded_probabilities=algorithm.rounded_probabilities or None,
         prescaled_query=algorithm.prescaled_query,
         rounded_logits=algorithm.rounded_logits,
+        rounded_partials=algorithm.rounded_partials,
         matmul_passes=algorithm.matmul_passes,
     )

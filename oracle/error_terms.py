@@ -62,7 +62,7 @@ def block_terms(solved: SolvedBlock, numerics: Numerics) -> BlockTerms:
     softmax = _softmax_errors(solved.block, solved.forward, numerics)
     out = _out_terms(solved.block, solved.forward, softmax, numerics)
     dprobabilities = solved.gradients.dprobabilities
-    delta = _delta_terms(solved.forward, solved.dout, solved.dlse, dprobabilities, out.worst, numerics)
+    delta = _delta_terms(solved.block, solved.forward, solved.dout, solved.dlse, dprobabilities, out.worst, numerics)
     dproducts = _dproducts_terms(solved, softmax, delta, numerics)
     return BlockTerms(
         out=out,
@@ -88,7 +88,7 @@ def key_terms(
     """
     softmax = _softmax_errors(block, forward, numerics)
     out_worst = _out_worst(block, forward, softmax, numerics)
-    delta = _delta_terms(forward, dout, dlse, dout @ block.value.T, out_worst, numerics)
+    delta = _delta_terms(block, forward, dout, dlse, dout @ block.value.T, out_worst, numerics)
     block = block._replace(key=block.key[columns], value=block.value[columns], visible=block.visible[:, columns])
     forward = forward._replace(**_columns_of(forward, ("products", "logits", "slope", "probabilities"), columns))
     softmax = softmax._replace(**_columns_of(softmax, ("slope", "bend", "weights", "probabilities"), columns))
@@ -111,7 +111,7 @@ def allowance(
     if tensor in ("lse", "dsinks"):
         return precision.statistics_roundoff * size + terms.worst + terms.roundings.bound(numerics.independent)
     stored = precision.output_roundoff + (precision.query_roundoff if tensor == "dquery" else 0.0)
-    in_common = (precision.factor_roundoff + precision.input_roundoff) * size
+    in_common = (precision.factor_roundoff + precision.input_roundoff + precision.partial_roundoff) * size
     return stored * size + terms.worst + terms.roundings.bound(numerics.independent, in_common)
 
 
@@ -204,7 +204,8 @@ def _largest_partial_sum(
 def _out_terms(block: Block, forward: BlockForward, softmax: _SoftmaxErrors, numerics: Numerics) -> Terms:
     """out = sum of probability * value, all of it divided by one denominator."""
     precision = numerics.precision
-    factors = Roundings.of(forward.probabilities, precision.factor_roundoff, precision.input_roundoff)
+    roundoffs = (precision.factor_roundoff, precision.input_roundoff, precision.partial_roundoff)
+    factors = Roundings.of(forward.probabilities, *roundoffs)
     return Terms(_out_worst(block, forward, softmax, numerics), factors.matmul(block.value))
 
 
@@ -218,6 +219,7 @@ def _out_worst(
 
 
 def _delta_terms(
+    block: Block,
     forward: BlockForward,
     dout: Float64[np.ndarray, "group query value_dim"],
     dlse: Float64[np.ndarray, "group query"],
@@ -234,7 +236,8 @@ def _delta_terms(
     roundings = Roundings.of(by_dim, precision.stored_roundoff).sum(axis=-1)
     roundings += Roundings.of(by_dim.sum(axis=-1), factor)
     roundings += Roundings.of(by_key, factor, factor, precision.input_roundoff).sum(axis=-1)
-    return Terms(worst, roundings)
+    partials = Roundings.of(forward.probabilities, precision.partial_roundoff).matmul(block.value)
+    return Terms(worst, roundings + partials.times(dout).sum(axis=-1))
 
 
 def _dproducts_terms(solved: SolvedBlock, softmax: _SoftmaxErrors, delta: Terms, numerics: Numerics) -> Terms:
@@ -250,7 +253,8 @@ def _dproducts_terms(solved: SolvedBlock, softmax: _SoftmaxErrors, delta: Terms,
     row = dlse - (dout * forward.out).sum(axis=-1)
     worst += numerics.flush * block.visible * (1.0 + np.abs(gradients.dprobabilities + row[..., None]))
     factor = precision.factor_roundoff
-    roundings = Roundings.of(gradients.dlogits, factor, factor, precision.input_roundoff)
+    roundoffs = (factor, factor, precision.input_roundoff, precision.partial_roundoff)
+    roundings = Roundings.of(gradients.dlogits, *roundoffs)
     roundings += Roundings.of(forward.probabilities * gradients.dprobabilities, factor)
     return Terms(worst, roundings.times(forward.slope))
 
@@ -285,8 +289,8 @@ def _dvalue_terms(solved: SolvedBlock, softmax: _SoftmaxErrors, numerics: Numeri
     errors = forward.probabilities * (softmax.probabilities + numerics.sums(readers)) + numerics.flush * block.visible
     worst = errors.swapaxes(1, 2) @ np.abs(dout) + numerics.flush * block.visible.sum(axis=0)[:, None]
     precision = numerics.precision
-    factors = Roundings.of(forward.probabilities, precision.factor_roundoff, precision.input_roundoff)
-    return Terms(worst, factors.transposed_matmul(dout))
+    roundoffs = (precision.factor_roundoff, precision.input_roundoff, precision.partial_roundoff)
+    return Terms(worst, Roundings.of(forward.probabilities, *roundoffs).transposed_matmul(dout))
 
 
 def _dsinks_terms(solved: SolvedBlock, softmax: _SoftmaxErrors, delta: Terms, numerics: Numerics) -> Terms:

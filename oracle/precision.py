@@ -27,6 +27,8 @@ class Precision:
             they enter a matmul. None = as is usual: yes for bfloat16, no otherwise.
         prescaled_query: the query is multiplied by the scale and rounded to `dtype` before the first matmul.
         rounded_logits: the logits are rounded to bfloat16 on their way to the softmax.
+        rounded_partials: results over some of the keys or some of the queries (those of a rank, a chunk, a step of a
+            ring) are rounded to `dtype` before they are added up.
         matmul_passes: bfloat16 passes of a float32 matmul: 6 (float32 proper), 3 or 1 (the TPU default precision).
     """
 
@@ -34,6 +36,7 @@ class Precision:
     rounded_probabilities: bool | None = None
     prescaled_query: bool = False
     rounded_logits: bool = False
+    rounded_partials: bool = False
     matmul_passes: int = 6
 
     def __post_init__(self) -> None:
@@ -47,7 +50,7 @@ class Precision:
             raise ValueError(
                 f"matmul_passes must be 6 unless dtype is float32, got {self.matmul_passes} for {self.dtype}"
             )
-        for name in ("rounded_probabilities", "prescaled_query", "rounded_logits"):
+        for name in ("rounded_probabilities", "prescaled_query", "rounded_logits", "rounded_partials"):
             declared = getattr(self, name)
             if not isinstance(declared, bool) and not (declared is None and name == "rounded_probabilities"):
                 raise ValueError(f"{name} must be True or False, got {declared!r}")
@@ -109,3 +112,8 @@ class Precision:
     def logits_roundoff(self) -> float:
         """Of the logits, over and above that of sums."""
         return UNIT_ROUNDOFF["bfloat16"] if self.rounded_logits else 0.0
+
+    @property
+    def partial_roundoff(self) -> float:
+        """Of a result over some of the keys or some of the queries, before it is added to the others."""
+        return self.output_roundoff if self.rounded_partials else 0.0

@@ -14,30 +14,35 @@ import oracle
 from oracle.budget import Precision, allowances
 
 BF16, F32, F64 = 2.0**-8, 2.0**-24, 2.0**-53
-# (output, sums, factors, inputs, query, logits, stored) roundoffs and the smallest normal number, by hand.
+# (output, sums, factors, inputs, query, logits, stored, partials) roundoffs and the smallest normal number, by hand.
 PRECISIONS = {
-    "float32": (Precision("float32"), (F32, F32, 0, 0, 0, 0, 0), 2.0**-126),
-    "bfloat16": (Precision("bfloat16"), (BF16, F32, BF16, 0, 0, 0, BF16), 2.0**-126),
-    "float64": (Precision("float64"), (F64, F64, 0, 0, 0, 0, 0), 2.0**-1022),
+    "float32": (Precision("float32"), (F32, F32, 0, 0, 0, 0, 0, 0), 2.0**-126),
+    "bfloat16": (Precision("bfloat16"), (BF16, F32, BF16, 0, 0, 0, BF16, 0), 2.0**-126),
+    "float64": (Precision("float64"), (F64, F64, 0, 0, 0, 0, 0, 0), 2.0**-1022),
     "bfloat16, all declared": (
-        Precision("bfloat16", prescaled_query=True, rounded_logits=True),
-        (BF16, F32, BF16, 0, BF16, BF16, BF16),
+        Precision("bfloat16", prescaled_query=True, rounded_logits=True, rounded_partials=True),
+        (BF16, F32, BF16, 0, BF16, BF16, BF16, BF16),
+        2.0**-126,
+    ),
+    "float32, rounded partials": (
+        Precision("float32", rounded_partials=True),
+        (F32, F32, 0, 0, 0, 0, 0, F32),
         2.0**-126,
     ),
     "bfloat16, unrounded": (
         Precision("bfloat16", rounded_probabilities=False),
-        (BF16, F32, 0, 0, 0, 0, BF16),
+        (BF16, F32, 0, 0, 0, 0, BF16, 0),
         2.0**-126,
     ),
-    "float32, one pass": (Precision("float32", matmul_passes=1), (F32, F32, BF16, BF16, 0, 0, 0), 2.0**-126),
+    "float32, one pass": (Precision("float32", matmul_passes=1), (F32, F32, BF16, BF16, 0, 0, 0, 0), 2.0**-126),
     "float32, three passes": (
         Precision("float32", matmul_passes=3, prescaled_query=True),
-        (F32, F32, 1.5 * 2.0**-16, 1.5 * 2.0**-16, F32, 0, 0),
+        (F32, F32, 1.5 * 2.0**-16, 1.5 * 2.0**-16, F32, 0, 0, 0),
         2.0**-126,
     ),
     "float32, rounded probabilities": (
         Precision("float32", rounded_probabilities=True),
-        (F32, F32, BF16, 0, 0, 0, 0),
+        (F32, F32, BF16, 0, 0, 0, 0, 0),
         2.0**-126,
     ),
 }
@@ -79,7 +84,7 @@ class Together:
 
 def by_loops(case, roundoffs, tiny, structured):
     """The allowances of every tensor, one number at a time."""
-    u_out, u_sum, u_factor, u_input, u_query, u_logit, u_stored = roundoffs
+    u_out, u_sum, u_factor, u_input, u_query, u_logit, u_stored, u_part = roundoffs
     query, key, value, dout, dlse = (case[name] for name in ("query", "key", "value", "dout", "dlse"))
     batch, seq, query_heads, head_dim = query.shape
     group, value_dim = query_heads // key.shape[2], value.shape[3]
@@ -150,7 +155,7 @@ def by_loops(case, roundoffs, tiny, structured):
                 worst["out"][b, q, h, v] += (p[k] * (e_weight[k] + sums(most)) + flush) * abs(
                     value[b, k, kv, v]
                 ) + flush
-                rounded["out"][b, q, h, v].add(p[k] * value[b, k, kv, v], u_factor, u_input)
+                rounded["out"][b, q, h, v].add(p[k] * value[b, k, kv, v], u_factor, u_input, u_part)
             worst["out"][b, q, h, v] += e_denominator * abs(out[b, q, h, v])
 
         by_dim = [dout[b, q, h, v] * out[b, q, h, v] for v in range(value_dim)]
@@ -166,6 +171,8 @@ def by_loops(case, roundoffs, tiny, structured):
         delta.add(sum(by_dim), u_factor)
         for k in keys:
             delta.add(p[k] * dp[k], u_factor, u_factor, u_input)
+            for v in range(value_dim):
+                delta.add(p[k] * value[b, k, kv, v] * dout[b, q, h, v], u_part)
 
         for k in keys:
             inputs = Together()
@@ -177,7 +184,7 @@ def by_loops(case, roundoffs, tiny, structured):
             e_dproduct = steepest[k] * (abs(dlogit) * (e_p[k] + few) + p[k] * (e_dp + e_delta)) + abs(dlogit) * bend[k]
             e_dproduct += flush * (1 + abs(dp[k] + row))
             dproduct = Together()
-            dproduct.add(slope[k] * dlogit, u_factor, u_factor, u_input)
+            dproduct.add(slope[k] * dlogit, u_factor, u_factor, u_input, u_part)
             dproduct.add(slope[k] * p[k] * dp[k], u_factor)
             for d in range(head_dim):
                 q_d, k_d = query[b, q, h, d], key[b, k, kv, d]
@@ -197,7 +204,7 @@ def by_loops(case, roundoffs, tiny, structured):
             for v in range(value_dim):
                 errors = p[k] * (e_p[k] + sums(most * group)) + flush
                 worst["dvalue"][b, k, h, v] += errors * abs(dout[b, q, h, v]) + flush
-                rounded["dvalue"][b, k, h, v].add(p[k] * dout[b, q, h, v], u_factor, u_input)
+                rounded["dvalue"][b, k, h, v].add(p[k] * dout[b, q, h, v], u_factor, u_input, u_part)
                 head_gradient["dvalue"][b, k, h, v] += p[k] * dout[b, q, h, v]
         for d in range(head_dim):
             together = sum(scale * slope[k] * p[k] * key[b, k, kv, d] for k in keys)
@@ -220,7 +227,7 @@ def by_loops(case, roundoffs, tiny, structured):
         for index in np.ndindex(expected.shape):
             size = abs(expected[index])
             stored = (u_out + (u_query if name == "dquery" else 0.0)) * size
-            bound = rounded[name][index].bound(structured, (u_factor + u_input) * size)
+            bound = rounded[name][index].bound(structured, (u_factor + u_input + u_part) * size)
             found[name][index] = stored + worst[name][index] + bound
     for name, expected in (("dkey", right_answer.dkey), ("dvalue", right_answer.dvalue)):
         found[name] = np.empty(expected.shape)
@@ -231,7 +238,9 @@ def by_loops(case, roundoffs, tiny, structured):
                 total.add_all(rounded[name][b, k, h, d], 1.0)
                 if group > 1:
                     total.add(head_gradient[name][b, k, h, d], u_stored)
-            found[name][b, k, kv, d] = u_out * size + errors + total.bound(structured, (u_factor + u_input) * size)
+            found[name][b, k, kv, d] = (
+                u_out * size + errors + total.bound(structured, (u_factor + u_input + u_part) * size)
+            )
     return found
 
 

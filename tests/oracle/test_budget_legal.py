@@ -67,6 +67,7 @@ def declared(algorithm):
         rounded_probabilities=algorithm.rounded_probabilities,
         prescaled_query=algorithm.prescaled_query,
         rounded_logits=algorithm.rounded_logits,
+        rounded_partials=algorithm.rounded_partials,
         matmul_passes=algorithm.matmul_passes,
     )
 
@@ -89,6 +90,22 @@ def test_undeclared_rounded_logits_fail(draw, legal_algorithms):
     algorithm = legal_algorithms.Algorithm("bfloat16", rounded_probabilities=True, rounded_logits=True)
     shares = largest_shares(legal_algorithms, algorithm, drawn(draw, "peaked", "bfloat16"), Precision("bfloat16"))
     assert shares["lse"] > 1, f"logits in bfloat16 show in lse: {shares}"
+
+
+def test_undeclared_rounded_partials_fail(draw, legal_algorithms):
+    """Two queries of different ranks read a key, and their shares of dvalue cancel: what is left is rounding."""
+    case = drawn(draw, "plain", "bfloat16")
+    opposite = case["dout"][:, :1].astype(float) * np.where(np.arange(SEQ) % 2, 1, -1)[:, None, None]
+    case |= {"window": (1, 0), "dout": opposite.astype(ml_dtypes.bfloat16)}
+    case |= {name: np.repeat(case[name], 2, axis=2) for name in ("key", "value")}  # a kv head each: no sum over heads
+    case["query"] = (0.1 * case["query"].astype(float)).astype(ml_dtypes.bfloat16)
+    algorithm = legal_algorithms.Algorithm("bfloat16", rounded_probabilities=True, rounded_partials=True, ranks=SEQ)
+    undeclared, declared_ = (
+        largest_shares(legal_algorithms, algorithm, case, Precision("bfloat16", rounded_partials=is_declared))
+        for is_declared in (False, True)
+    )
+    assert undeclared["dvalue"] > 1, f"partial results in bfloat16 show where they cancel: {undeclared}"
+    assert max(declared_.values()) <= 1, f"and are allowed for where declared: {declared_}"
 
 
 def test_the_zoo_really_differs(draw, legal_algorithms):

@@ -63,11 +63,13 @@ def test_what_is_declared_shows_in_the_text_of_the_verdict():
         ),
         ({"dtype": "float64", "rounded_logits": True}, "rounded_logits must not be declared for float64 "),
         ({"dtype": "float64", "prescaled_query": True}, "prescaled_query must not be declared for float64 "),
+        ({"dtype": "float64", "rounded_partials": True}, "rounded_partials must not be declared for float64 "),
         (
             {"dtype": "float64", "rounded_probabilities": True},
             "rounded_probabilities must not be declared for float64 ",
         ),
         ({"dtype": "float32", "prescaled_query": 1}, "prescaled_query must be True or False, got 1"),
+        ({"dtype": "float32", "rounded_partials": 1}, "rounded_partials must be True or False, got 1"),
         ({"dtype": "float32", "rounded_logits": None}, "rounded_logits must be True or False, got None"),
         ({"dtype": "float32", "rounded_probabilities": 1}, "rounded_probabilities must be True or False, got 1"),
     ],
