@@ -1,6 +1,7 @@
 """The bundled implementations as targets: `conformance.targets.bundled:halo`, and all_gather, ring, ulysses, usp.
 
-May touch: impl. Tests: tests/conformance/test_targets.py.
+Each also with JAX's splash attention as its local kernel, halo_splash and so on: interpreted, and slow, where there is
+no TPU. May touch: impl. Tests: tests/conformance/test_targets.py.
 """
 
 from __future__ import annotations
@@ -9,9 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 import impl
 from conformance.problem import Problem
+from impl.kernels import splash
 
 
 @dataclass(frozen=True)
@@ -21,27 +24,42 @@ class _Bundled:
     Where the sequence lies on two axes, the model's global strategy is usp, and this one is that of its local layers.
     """
 
-    name: str
+    communication: str
+    local_kernel: str = ""
     empty_rows: str = "zero"
-    exact: bool = True
 
     @property
-    def communication(self) -> str:
-        """What the strategy claims to send."""
-        return self.name
+    def name(self) -> str:
+        """The strategy, and the local kernel where it is not the one that suits the platform."""
+        return f"{self.communication}_{self.local_kernel}" if self.local_kernel else self.communication
+
+    @property
+    def exact(self) -> bool:
+        """Whether it runs in float64."""
+        return self.local_kernel != "splash"
+
+    @property
+    def precision(self) -> dict[str, bool]:
+        """Its numerics. Splash knows no scale, so the query carries it, rounded to the inputs' dtype; and it rounds its
+        results, of which a rank adds up several."""
+        return {"prescaled_query": True, "rounded_partials": True} if self.local_kernel == "splash" else {}
 
     def supports(self, problem: Problem) -> str | None:
-        """The reason to decline: what the strategy cannot do by its nature."""
-        if self.name == "halo" and problem.layout == "striped":
+        """The reason to decline: what the strategy, or its local kernel, cannot do by its nature."""
+        strategy = self.communication
+        if strategy == "halo" and problem.layout == "striped":
             return "halo needs chunks: the striped layout has none"
-        if self.name == "halo" and problem.window[0] is None:
+        if strategy == "halo" and problem.window[0] is None:
             return "halo is for LOCAL_SLIDING layers: this window is unbounded"
-        if self.name == "usp" and problem.ulysses_parallelism == 1:
+        if strategy == "usp" and problem.ulysses_parallelism == 1:
             return "usp needs the sequence on two axes: this mesh has no ulysses axis"
-        if self.name != "usp" and problem.ulysses_parallelism > 1 and _is_global(problem):
-            return f"{self.name} shards the sequence of a GLOBAL layer over the context axis alone"
+        if strategy != "usp" and problem.ulysses_parallelism > 1 and _is_global(problem):
+            return f"{strategy} shards the sequence of a GLOBAL layer over the context axis alone"
         if problem.num_query_heads % self._head_shards(problem):
-            return f"{self.name} cuts the query heads into {self._head_shards(problem)} shards on this mesh"
+            return f"{strategy} cuts the query heads into {self._head_shards(problem)} shards on this mesh"
+        if self.local_kernel == "splash":
+            contiguous_keys = problem.layout != "striped" or strategy not in ("ring", "usp")
+            return splash.unsupported(jnp.dtype(problem.dtype), contiguous_keys)
         return None
 
     def attention(self, query: jax.Array, key: jax.Array, value: jax.Array, **context: Any) -> jax.Array:
@@ -56,15 +74,16 @@ class _Bundled:
 
     def _head_shards(self, problem: Problem) -> int:
         """Ranks that the query heads are spread over, for a while or for good."""
-        exchanged = problem.context_parallelism if self.name == "ulysses" else 1
+        exchanged = problem.context_parallelism if self.communication == "ulysses" else 1
         return problem.tensor_parallelism * problem.ulysses_parallelism * exchanged
 
     def _call(self, query: Any, key: Any, value: Any, *, problem: Problem, mesh: Any, **context: Any) -> Any:
-        has_global_form = self.name != "halo" and problem.ulysses_parallelism == 1
-        global_strategy = self.name if has_global_form else "all_gather"
+        has_global_form = self.communication != "halo" and problem.ulysses_parallelism == 1
+        global_strategy = self.communication if has_global_form else "all_gather"
         config = impl.AttentionConfig(
             context_parallel_strategy="usp" if problem.ulysses_parallelism > 1 else global_strategy,
-            local_context_parallel_strategy=self.name,
+            local_context_parallel_strategy=self.communication,
+            local_kernel=self.local_kernel,
             context_parallel_load_balance=problem.layout != "contiguous",
             context_parallel_reorder_strategy="striped" if problem.layout == "striped" else "dual_chunk_swap",
             window=None if _is_global(problem) else problem.window,
@@ -92,3 +111,8 @@ all_gather = _Bundled("all_gather")
 ring = _Bundled("ring")
 ulysses = _Bundled("ulysses")
 usp = _Bundled("usp")
+halo_splash = _Bundled("halo", "splash")
+all_gather_splash = _Bundled("all_gather", "splash")
+ring_splash = _Bundled("ring", "splash")
+ulysses_splash = _Bundled("ulysses", "splash")
+usp_splash = _Bundled("usp", "splash")

@@ -9,7 +9,7 @@ import pytest
 from conformance.case_text import format_case, parse_case
 from conformance.devices import Devices
 from conformance.problem import Case, Problem
-from conformance.session import CONFORMS, Session
+from conformance.session import CONFORMS, FINDING, Session
 from conformance.target import load_target
 
 _HALO, _ALL_GATHER = "conformance.targets.bundled:halo", "conformance.targets.bundled:all_gather"
@@ -51,6 +51,22 @@ def test_a_right_target_conforms_on_all_that_it_claims(spec: str, texts: list[st
         session.close()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["halo", "all_gather", "ring", "ulysses", "usp"])
+def test_so_do_the_strategies_with_splash_attention(name: str, small_cases: Callable[..., tuple[Case, ...]]) -> None:
+    """On a spread of the case list: each case is compiled and interpreted for half a minute."""
+    session = Session(f"conformance.targets.bundled:{name}_splash", Devices("cpu", 16))
+    conforming = 0
+    try:
+        for case in small_cases(40):
+            result = session.run(case)
+            assert result.status != FINDING, f"{format_case(case)}: {result}"
+            conforming += result.status == CONFORMS
+    finally:
+        session.close()
+    assert conforming >= 5, "not declined altogether"
+
+
 @pytest.mark.parametrize(
     ("spec", "changes", "reason"),
     [
@@ -60,6 +76,9 @@ def test_a_right_target_conforms_on_all_that_it_claims(spec: str, texts: list[st
         (_USP, {}, "needs the sequence on two axes"),
         (_USP, {"ulysses_parallelism": 4}, "cuts the query heads into 4 shards"),
         (_ULYSSES, {"context_parallelism": 4}, "cuts the query heads into 4 shards"),
+        (f"{_HALO}_splash", {"layout": "striped"}, "halo needs chunks"),
+        (f"{_HALO}_splash", {"dtype": "float64"}, "accumulates in float32"),
+        (f"{_RING}_splash", {"layout": "striped"}, "needs keys in position order"),
         (_JAX_NN, {"sinks": True}, "has no sinks"),
         (_JAX_NN, {"attn_logits_soft_cap": 5.0}, "has no soft cap"),
         (_JAX_NN, {"value_dim": 4}, "has one head_dim"),
@@ -87,6 +106,13 @@ def test_the_bundled_ones_take_most_of_the_quick_list(small_cases: Callable[...,
 def test_each_says_what_it_claims_to_send() -> None:
     claims = {spec: load_target(spec).description.communication for spec in (_HALO, _ALL_GATHER, _JAX_NN)}
     assert claims == {_HALO: "halo", _ALL_GATHER: "all_gather", _JAX_NN: "all_gather"}, "a claim that is checked"
+
+
+def test_splash_declares_how_it_rounds() -> None:
+    declared = load_target(f"{_RING}_splash").description
+    assert declared.precision == {"prescaled_query": True, "rounded_partials": True}, "and is allowed no less for it"
+    assert (declared.communication, declared.name, declared.exact) == ("ring", "ring_splash", False), "ring, in float32"
+    assert load_target(_RING).description.precision == {}, "plain XLA rounds as is usual"
 
 
 def test_jax_nn_returns_no_lse_and_leaves_empty_rows_undefined() -> None:
