@@ -90,6 +90,23 @@ def test_halo_is_exact_from_both_sides(check_exact, layout, window) -> None:
     check_exact(context=4, layout=layout, seq_len=48, window=window, documents=(30, 18))
 
 
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "usp"])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+def test_the_head_dims_of_published_models_are_exact(check_exact, strategy, head_dim) -> None:
+    on_two_axes = {"ulysses": 2, "axes": ("context", "ulysses")} if strategy == "usp" else {}
+    check_exact(
+        strategy=strategy,
+        layout="dual_chunk_swap",
+        context=2,
+        batch=1,
+        seq_len=16,
+        head_dim=head_dim,
+        value_dim=head_dim,
+        window=(6, 0),
+        **on_two_axes,
+    )
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_all_features_together_are_exact(check_exact, strategy, layout) -> None:
