@@ -17,8 +17,9 @@ import oracle
 from conformance.empty_rows import empty_rows, without_empty_row_cotangents
 from conformance.inputs import STRUCTURED, Inputs, inputs_of, redraw, rows_of
 from conformance.probed_answers import PROBE_BEYOND_PAIRS, probed_answer, visible_pairs
-from conformance.problem import Case
+from conformance.problem import Case, Problem
 from conformance.target import TargetDescription
+from conformance.variants import variant_inputs
 from oracle.budget import Precision
 
 CASES_CACHED = 4
@@ -62,6 +63,18 @@ def precision_of(target: TargetDescription, dtype: str) -> Precision:
     return Precision(dtype) if dtype == "float64" else Precision(dtype, **declared)
 
 
+def variant_answer(target: TargetDescription, case: Case, variant: str) -> Answer:
+    """The answer to a variant whose cotangent of lse is 0: that of `attention` and of `attention_with_lse` alike."""
+    precision = precision_of(target, case.problem.dtype)
+    return _answer_to_variant(case, variant, target.empty_rows == "zero", precision)
+
+
+@lru_cache(maxsize=2 * (CASES_CACHED + 1))
+def _answer_to_variant(case: Case, variant: str, defines_empty_rows: bool, precision: Precision) -> Answer:
+    # Coded values repeat, and so do the roundings of what they are multiplied with.
+    return _to(case.problem, variant_inputs(case, variant), False, defines_empty_rows, (precision, True))
+
+
 @lru_cache(maxsize=4 * (CASES_CACHED + 1))
 def _answer(case: Case, with_lse: bool, defines_empty_rows: bool, precision: Precision) -> Answer:
     if visible_pairs(case) > PROBE_BEYOND_PAIRS:
@@ -82,8 +95,14 @@ def _probed(case: Case, with_lse: bool, defines_empty_rows: bool, precision: Pre
 
 
 def _whole(case: Case, with_lse: bool, defines_empty_rows: bool, precision: Precision) -> Answer:
-    problem = case.problem
-    inputs = _inputs(case)
+    return _to(case.problem, _inputs(case), with_lse, defines_empty_rows, (precision, case.values in STRUCTURED))
+
+
+def _to(
+    problem: Problem, inputs: Inputs, with_lse: bool, defines_empty_rows: bool, numerics: tuple[Precision, bool]
+) -> Answer:
+    """The answer to these inputs; `numerics` are the target's, and whether the values are structured."""
+    precision, structured_values = numerics
     if not defines_empty_rows:
         inputs = without_empty_row_cotangents(inputs, problem)
     reference, allowance = oracle.budget.answer_with_allowances(
@@ -93,7 +112,7 @@ def _whole(case: Case, with_lse: bool, defines_empty_rows: bool, precision: Prec
         dout=inputs.dout,
         dlse=inputs.dlse if with_lse else None,
         precision=precision,
-        structured_values=case.values in STRUCTURED,
+        structured_values=structured_values,
         window=problem.window,
         segment_ids=inputs.segment_ids,
         padding_segment_id=problem.padding,

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from conformance.answers import Answer, answer_for
+from conformance.answers import Answer, answer_for, variant_answer
 from conformance.case_text import format_case
 from conformance.inputs import NUM_DRAWS
 from conformance.problem import Case
@@ -20,12 +20,17 @@ from conformance.target import TargetDescription, calls_of
 
 @dataclass(frozen=True)
 class Evidence:
-    """One execution: the message and the arrays (`draw/call/tensor`, in layout order) that the worker sent."""
+    """One execution: the message and the arrays that the worker sent, in layout order.
+
+    Arrays are named `draw/call/tensor`, and `variant/call/tensor` for the `variants` (names of variants.VARIANTS) that
+    the same program was run on as well.
+    """
 
     target: TargetDescription
     case: Case
     message: Mapping[str, Any]
     arrays: Mapping[str, np.ndarray]
+    variants: tuple[str, ...] = ()
 
     @property
     def calls(self) -> tuple[str, ...]:
@@ -40,6 +45,10 @@ class Evidence:
     def answer(self, draw: int, call: str) -> Answer:
         """What the target should have returned."""
         return answer_for(self.target, self.case, draw, call)
+
+    def answer_to_variant(self, variant: str) -> Answer:
+        """What the target should have returned on a variant with cotangent 0 of lse, in each of its calls."""
+        return variant_answer(self.target, self.case, variant)
 
     def in_position_order(self, name: str) -> np.ndarray:
         """An output with its rows at their positions (dsinks has no rows and comes as it is)."""

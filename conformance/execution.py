@@ -7,8 +7,9 @@ May touch: JAX and the target; never the oracle's answer. Tests: tests/conforman
 
 from __future__ import annotations
 
+import itertools
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ from conformance.problem import Case, Problem
 from conformance.program_facts import program_facts
 from conformance.target import Declined, Target, calls_of
 from conformance.traced import scope
+from conformance.variants import variant_inputs, variants_of
 
 # Beyond this, running an unoptimised program takes longer than optimising it would have (measured on two CPU cores).
 _MANY_LOGITS = 4_000_000
@@ -65,8 +67,9 @@ def execute(
     The message has `declined` (a reason), `raised` (type, message, traceback, where), `broken` (tensor, quality,
     expected, got) or none of these; `misplaced` lists outputs that lie elsewhere than the contract says, `diverged`
     those whose copies on several devices are not the same; `facts`, where the check `collectives` asks for them, are
-    program_facts of the program. Arrays are named `draw/call/tensor`, in layout order. `report` is told the phase that
-    begins.
+    program_facts of the program. Arrays are named `draw/call/tensor`, in layout order; those of the further data that
+    `checks` want, `variant/call/tensor` (a program without gradients runs on the draws alone). `report` is told the
+    phase that begins.
     """
     try:
         reason = target.supports(case.problem)
@@ -86,14 +89,15 @@ def execute(
 
 def _execute_supported(setting: Setting, case: Case, report: Report) -> tuple[Named, dict[str, np.ndarray]]:
     report("making inputs")
-    draws = [_placed(setting, _draw_inputs(setting.target, case, draw)) for draw in range(NUM_DRAWS)]
+    inputs = [inputs_of(redraw(case, draw)) for draw in range(NUM_DRAWS)]
+    draws = [_placed(setting, _taken(setting, draw_inputs)) for draw_inputs in inputs]
     report("tracing and compiling")
     try:
         program = compiled_program(setting, _forward_and_gradients, draws[0])
     except Exception as error:  # noqa: BLE001  # see above
         failed = error
     else:
-        return _run(setting, program, draws, report)
+        return _run(setting, program, draws, report, _variants(setting, case, inputs))
     # Outside of the except clause: what the forward raises again is no consequence of our having caught it.
     return _forward_alone(setting, draws, failed, report)
 
@@ -124,19 +128,35 @@ def compiled_program(setting: Setting, function: Callable[[Setting, Named], Name
     return Program(traced, traced.lower().compile(options))
 
 
-def _run(setting: Setting, program: Program, draws: list[Named], report: Report) -> tuple[Named, dict[str, np.ndarray]]:
-    """Runs the compiled program once a draw, one call in flight at a time."""
+def _variants(setting: Setting, case: Case, draw_inputs: list[Inputs]) -> Iterator[tuple[str, Named]]:
+    """The further data that the checks want, by name: each is made and placed when its turn comes."""
+    for name in variants_of(case, setting.checks):
+        yield name, _placed(setting, _taken(setting, variant_inputs(case, name, draw_inputs)))
+
+
+def _run(
+    setting: Setting,
+    program: Program,
+    draws: list[Named],
+    report: Report,
+    variants: Iterable[tuple[str, Named]] = (),
+) -> tuple[Named, dict[str, np.ndarray]]:
+    """Runs the compiled program once a draw, then once a variant, one call in flight at a time."""
     arrays: dict[str, np.ndarray] = {}
     misplaced: dict[str, str] = {}
     diverged: dict[str, str] = {}
-    for draw, placed in enumerate(draws):
-        report(f"running draw {draw}")
+    data = itertools.chain(((str(draw), placed) for draw, placed in enumerate(draws)), variants)
+    for prefix, placed in data:
+        phase = f"draw {prefix}" if prefix.isdigit() else f"variant {prefix}"
+        report(f"running {phase}")
         try:
             results = jax.block_until_ready(program.compiled(placed))
         except Exception as error:  # noqa: BLE001  # see above
-            return _raised(error, f"draw {draw}"), arrays
+            return _raised(error, phase), arrays
         for name, array in results.items():
-            arrays[f"{draw}/{name}"] = np.asarray(array)
+            arrays[f"{prefix}/{name}"] = np.asarray(array)
+            if not prefix.isdigit():
+                continue  # where an output lies does not depend on the data
             if place := _misplacement(setting, name, array):
                 misplaced[name] = place
             if difference := _difference_of_copies(array):
@@ -212,10 +232,10 @@ def _describe(value: Any) -> str:
     return f"a {type(value).__name__}"
 
 
-def _draw_inputs(target: Target, case: Case, draw: int) -> Inputs:
-    inputs = inputs_of(redraw(case, draw))
-    if target.description.empty_rows == "undefined":
-        return without_empty_row_cotangents(inputs, case.problem)
+def _taken(setting: Setting, inputs: Inputs) -> Inputs:
+    """The inputs as this target takes them."""
+    if setting.target.description.empty_rows == "undefined":
+        return without_empty_row_cotangents(inputs, setting.problem)
     return inputs
 
 

@@ -24,6 +24,7 @@ from conformance.inputs import NUM_DRAWS
 from conformance.problem import Case
 from conformance.process import Reply, Worker, WorkerLost
 from conformance.target import TargetDescription, TargetError
+from conformance.variants import variants_of
 
 _POLL_SECONDS = 0.5
 CONFORMS, FINDING, DECLINED, INCONCLUSIVE = "conforms", "finding", "declined", "inconclusive"
@@ -156,7 +157,7 @@ class Session:
             raise HarnessError(f"the worker failed on {format_case(case)}\n{message['harness_failed']}")
         if "declined" in message:
             return CaseResult(case, DECLINED, reason=message["declined"])
-        evidence = Evidence(self.description, case, message, arrays)
+        evidence = Evidence(self.description, case, message, arrays, variants_of(case, self._asked(case)))
         _require_complete(evidence)
         shares: dict[tuple[str, str], float] = {}
         findings: list[Finding] = []
@@ -188,13 +189,13 @@ def expected_names(evidence: Evidence) -> set[str]:
     gradients |= set() if problem.shared_kv else {"dvalue"}
     gradients |= {"dsinks"} if problem.sinks else set()
     names: set[str] = set()
-    for draw in range(NUM_DRAWS):
+    for data in (*range(NUM_DRAWS), *evidence.variants):
         for call in evidence.calls:
             outputs = {"out"} if call == "attention" else {"out", "lse"}
-            names |= {f"{draw}/{call}/{tensor}" for tensor in outputs}
+            names |= {f"{data}/{call}/{tensor}" for tensor in outputs}
             if call == "attention" or evidence.target.lse_grad:
-                names |= {f"{draw}/{call}/{tensor}" for tensor in gradients}
-                names |= {f"{draw}/{call}/{tensor} of vjp" for tensor in outputs}
+                names |= {f"{data}/{call}/{tensor}" for tensor in gradients}
+                names |= {f"{data}/{call}/{tensor} of vjp" for tensor in outputs}
     return names
 
 

@@ -28,6 +28,10 @@ STREAMS = {
     "redraw": 9,
     "documents": 10,
     "further_cases": 11,
+    "codes": 12,
+    "code_signs": 13,
+    "poison": 14,
+    "changed": 15,
 }
 
 # Kinds whose values depend on the position, as the probabilities do: their rounding errors need not be independent of

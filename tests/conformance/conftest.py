@@ -6,6 +6,7 @@ May touch: conformance and the oracle; JAX never, so that a test of plain data s
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+import oracle
 from conformance.answers import answer_for
 from conformance.case_list import case_list
+from conformance.checks import CHECKS
+from conformance.empty_rows import without_empty_row_cotangents
 from conformance.evidence import Evidence
 from conformance.finding import Finding
 from conformance.problem import Case
 from conformance.session import expected_names
 from conformance.target import TargetDescription
+from conformance.variants import variant_inputs, variants_of
 
 _ADAPTERS = Path(__file__).parent / "adapters"
 
@@ -60,18 +65,48 @@ def right_evidence() -> Callable[..., Evidence]:
         case: Case, changed: Mapping[str, np.ndarray] | None = None, message: Mapping[str, Any] | None = None, **of: Any
     ) -> Evidence:
         description = dataclasses.replace(TargetDescription("module:target", "target"), **of)
-        empty = Evidence(description, case, {}, {})
-        arrays = {name: _answered(empty, name) for name in expected_names(empty)}
-        return Evidence(description, case, message or {"misplaced": {}}, arrays | dict(changed or {}))
+        asked = tuple(name for name, check in CHECKS.items() if check.asks_about(case))
+        variants = variants_of(case, asked)
+        empty = Evidence(description, case, {}, {}, variants)
+        arrays = {name: _answered(empty, name) for name in sorted(expected_names(empty))}
+        return Evidence(description, case, message or {"misplaced": {}}, arrays | dict(changed or {}), variants)
 
     return build
 
 
 def _answered(evidence: Evidence, name: str) -> np.ndarray:
     """The reference of one array, in layout order and float64."""
-    draw, call, tensor = name.split("/")
-    reference = answer_for(evidence.target, evidence.case, int(draw), call).reference[tensor.removesuffix(" of vjp")]
+    data, call, tensor = name.split("/")
+    tensor = tensor.removesuffix(" of vjp")
+    if data.isdigit():
+        reference = answer_for(evidence.target, evidence.case, int(data), call).reference[tensor]
+    else:
+        reference = _answer_to_variant(evidence.target, evidence.case, data, call)[tensor]
     return reference if reference.ndim < 3 else reference[:, evidence.case.problem.positions()]
+
+
+@functools.lru_cache(maxsize=32)
+def _answer_to_variant(target: TargetDescription, case: Case, variant: str, call: str) -> dict[str, np.ndarray]:
+    """The oracle's answer to a variant, by tensor."""
+    problem, inputs = case.problem, variant_inputs(case, variant)
+    if target.empty_rows == "undefined":
+        inputs = without_empty_row_cotangents(inputs, problem)
+    arrays = (inputs.query, inputs.key, inputs.value)
+    options: oracle.AttentionOptions = {
+        "window": problem.window,
+        "segment_ids": inputs.segment_ids,
+        "padding_segment_id": problem.padding,
+        "attn_logits_soft_cap": problem.attn_logits_soft_cap,
+        "sinks": inputs.sinks,
+        "scale": problem.scale,
+    }
+    with np.errstate(over="ignore", invalid="ignore"):
+        out, lse = oracle.attention(*arrays, **options)
+        dlse = inputs.dlse if call == "attention_with_lse" else None
+        gradients = oracle.attention_vjp(*arrays, dout=inputs.dout, dlse=dlse, **options)._asdict()
+    if problem.shared_kv:
+        gradients["dkey"] = gradients["dkey"] + gradients["dvalue"]
+    return {"out": out, "lse": lse, **gradients}
 
 
 @pytest.fixture
