@@ -18,8 +18,8 @@ from conformance.space import FEATURES, Row, case_of, features_for, forbidden_pa
 from conformance.value_kinds import STREAMS
 
 # Strength of the covering list, and the number of cases where the user names none.
-STRENGTH = {"quick": 2, "ci": 3}
-EXAMPLES = {"quick": 292, "ci": 1600}
+STRENGTH = {"quick": 2, "ci": 3, "nightly": 3}
+EXAMPLES = {"quick": 292, "ci": 1600, "nightly": 0}
 
 # One covering case in so many stands in the list a second time, in float64: all its features but dtype are covered
 # beside each other already, and the exact tier asks about the exchange alone.
@@ -42,9 +42,9 @@ _FURTHER_LEVELS = {
 
 
 def case_list(profile: str, seed: int, examples: int | None = None, num_devices: int = 8) -> tuple[Case, ...]:
-    """The cases of `profile` ("quick" or "ci"): `examples` different ones, each for a mesh of at most `num_devices`.
+    """The cases of `profile` ("quick", "ci" or "nightly"): `examples` different ones, each for at most `num_devices`.
 
-    The covering list and the models are never cut, so there may be more.
+    The covering list and the models are never cut, so there may be more. After the list of nightly, hypothesis draws.
 
     Raises:
         ValueError: an unknown profile.

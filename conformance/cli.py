@@ -33,6 +33,8 @@ from conformance.runner import Plan, Run, run
 from conformance.target import TargetError
 
 DEFAULT_TARGETS = ("conformance.targets.bundled:halo", "conformance.targets.bundled:all_gather")
+DATABASE = Path(".halocheck")
+NIGHTLY_SECONDS = 7200.0
 _REPLAY_TARGET = DEFAULT_TARGETS[0]
 
 
@@ -103,7 +105,14 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
     )
     run_parser.add_argument("--examples", type=int, metavar="N", help="cases in all (default: the profile's)")
     run_parser.add_argument(
-        "--seconds", type=float, metavar="T", help="stop after T seconds; finishes the covering list"
+        "--seconds", type=float, metavar="T", help="stop after T seconds (nightly: 7200); finishes the covering list"
+    )
+    run_parser.add_argument(
+        "--database",
+        type=Path,
+        default=DATABASE,
+        metavar="DIR",
+        help=f"nightly: hypothesis's examples and observations (default {DATABASE})",
     )
     run_parser.add_argument("--seed", type=int, default=0, metavar="S", help="seed of the case list (default 0)")
     run_parser.set_defaults(command=_run)
@@ -125,13 +134,18 @@ def _run(options: argparse.Namespace) -> int:
             raise _CannotStart(f"--{name} must be >= {lowest}, got {value}")
     never_cut = case_list(options.profile, options.seed, 0, devices.count)
     cases = case_list(options.profile, options.seed, options.examples, devices.count)
+    steered = options.profile == "nightly"
+    if steered:
+        _prepare("--database", options.database)
     plan = Plan(
         targets=tuple(options.targets) or DEFAULT_TARGETS,
         covering=never_cut,
         further=cases[len(never_cut) :],
         devices=devices,
         check_names=_checks(options.checks),
-        seconds=options.seconds,
+        seconds=NIGHTLY_SECONDS if steered and options.seconds is None else options.seconds,
+        database=options.database if steered else None,
+        steering_seed=options.seed,
     )
     return _carry_out(plan, options, {"profile": options.profile, "seed": options.seed})
 
@@ -148,10 +162,7 @@ def _replay(options: argparse.Namespace) -> int:
 
 def _carry_out(plan: Plan, options: argparse.Namespace, asked: dict[str, Any], *, in_detail: bool = False) -> int:
     if options.report is not None:
-        try:
-            prepare_directory(options.report)
-        except OSError as error:
-            raise _CannotStart(f"--report {options.report} cannot be written to: {error}") from error
+        _prepare("--report", options.report)
     about = _about(options, plan) | asked
     print(_header(about), flush=True)
     state = run(plan, lambda line: print(plain(line), flush=True))
@@ -166,6 +177,13 @@ def _carry_out(plan: Plan, options: argparse.Namespace, asked: dict[str, Any], *
     if options.report is not None:
         print(f"report: {options.report / FILE_NAME}")
     return exit_status(state)
+
+
+def _prepare(option: str, directory: Path) -> None:
+    try:
+        prepare_directory(directory)
+    except OSError as error:
+        raise _CannotStart(f"{option} {directory} cannot be written to: {error}") from error
 
 
 def _failure_to_write(state: Run, about: dict[str, Any], directory: Path) -> OSError | None:

@@ -6,30 +6,36 @@ May touch: sessions, the clock; never JAX. Tests: tests/conformance/test_runner.
 from __future__ import annotations
 
 import dataclasses
+import os
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from threadpoolctl import threadpool_limits
 
 from conformance.case_text import format_case, parse_case
 from conformance.devices import Devices
+from conformance.events import EVENTS
 from conformance.finding import Finding
 from conformance.lanes import Lane, next_judged
 from conformance.problem import Case
 from conformance.process import HANGS
-from conformance.session import CaseResult, Session
+from conformance.session import MAX_WORKERS_LOST, CaseResult, Session
 from conformance.shrink import case_size, shrink
 from conformance.target import TargetDescription
 
-# A target that keeps losing its process costs half a minute a case: after so many losses the rest is not tried.
-MAX_WORKERS_LOST = 4
 SHRINK_EXECUTIONS = 40
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What to run: `covering` cases are never cut by `seconds`, `further` ones are."""
+    """What to run: `covering` cases are never cut by `seconds`, `further` ones are.
+
+    With a `database` (a directory of hypothesis's examples), hypothesis draws cases after the list, from
+    `steering_seed` on, until `seconds` are over.
+    """
 
     targets: tuple[str, ...]
     covering: tuple[Case, ...]
@@ -38,6 +44,8 @@ class Plan:
     check_names: tuple[str, ...]
     seconds: float | None = None
     shrink_findings: bool = True
+    database: Path | None = None
+    steering_seed: int = 0
 
     @property
     def cases(self) -> tuple[Case, ...]:
@@ -47,12 +55,21 @@ class Plan:
 
 @dataclass
 class TargetRun:
-    """What one target did so far; `smallest` holds, for each kind of finding, its smallest case after shrinking."""
+    """What one target did so far: `results` on the list's cases, `steered` on those that hypothesis drew.
+
+    `smallest` holds, for each kind of finding, its smallest case after shrinking.
+    """
 
     description: TargetDescription
     results: list[CaseResult] = field(default_factory=list)
     smallest: dict[str, Finding] = field(default_factory=dict)
     stopped: str = ""
+    steered: list[CaseResult] = field(default_factory=list)
+
+    @property
+    def all_results(self) -> list[CaseResult]:
+        """Those of the list, then those of cases that hypothesis drew."""
+        return self.results + self.steered
 
 
 @dataclass
@@ -84,13 +101,15 @@ def run(plan: Plan, progress: Progress) -> Run:
         # The oracle's products are small, and the workers need the cores: BLAS threads that wait cost tenfold.
         with threadpool_limits(1):
             _run_cases(state, sessions, progress, started_at)
+            if plan.database is not None and plan.seconds is not None:
+                _steer(state, sessions, progress, plan.database, started_at + plan.seconds)
             if plan.shrink_findings:
                 _shrink_findings(state, sessions, progress)
     except KeyboardInterrupt:
         state.interrupted = True
         for target in state.targets:
-            if target.results:
-                _note_findings(target, lambda line: None)
+            if target.all_results:
+                _note_findings(target, target.all_results[-1], lambda line: None)
     finally:
         for session in sessions:
             session.close()
@@ -108,7 +127,7 @@ def _run_cases(state: Run, sessions: Sequence[Session], progress: Progress, star
     while (lane := next_judged(lanes)) is not None:
         target = targets[lane]
         target.results.append(lane.judge())
-        _note_findings(target, progress)
+        _note_findings(target, target.results[-1], progress)
         if lane.session.workers_lost >= MAX_WORKERS_LOST:
             lane.end_at(0)
             target.stopped = f"its process was lost {lane.session.workers_lost} times"
@@ -125,9 +144,31 @@ def _run_cases(state: Run, sessions: Sequence[Session], progress: Progress, star
     progress(f"of {len(plan.cases)} cases: {_counts(state)}")
 
 
-def _note_findings(target: TargetRun, progress: Progress) -> None:
-    """Keeps the smallest case of each kind of finding of the last result, and tells of new kinds."""
-    result = target.results[-1]
+def _steer(state: Run, sessions: Sequence[Session], progress: Progress, database: Path, ends_at: float) -> None:
+    """Lets hypothesis draw cases until the time is up."""
+    # Read where hypothesis is imported: it writes what it ran beside its database, a line of JSON for each case.
+    os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", str(database))
+    os.environ.setdefault("HYPOTHESIS_EXPERIMENTAL_OBSERVABILITY", "1")
+    if sys.version_info < (3, 12):  # which of our own lines ran says nothing of the target, and costs much here
+        os.environ.setdefault("HYPOTHESIS_EXPERIMENTAL_OBSERVABILITY_NOCOVER", "1")
+    from conformance.steering import Steering
+
+    targets = dict(zip(sessions, state.targets, strict=True))
+
+    def note(session: Session, result: CaseResult) -> None:
+        targets[session].steered.append(result)
+        _note_findings(targets[session], result, progress)
+
+    steering = Steering(sessions, database / "examples", state.plan.devices.count, ends_at, note)
+    steering.run(state.plan.steering_seed)
+    drawn = max((len(target.steered) for target in state.targets), default=0)
+    progress(f"hypothesis drew {drawn} cases; {steering.num_luck} excesses did not show again on other data")
+    if missed := sorted(set(EVENTS) - set(steering.events)):
+        progress(f"events that none of them reached: {', '.join(missed)}")
+
+
+def _note_findings(target: TargetRun, result: CaseResult, progress: Progress) -> None:
+    """Keeps the smallest case of each kind of finding of a result, and tells of new kinds."""
     for finding in result.findings:
         if any(known.explains(finding) for known in target.smallest.values()):
             continue

@@ -26,6 +26,8 @@ from conformance.process import Reply, Worker, WorkerLost
 from conformance.target import TargetDescription, TargetError
 from conformance.variants import variants_of
 
+# A target that keeps losing its process costs half a minute a case: after so many losses the rest is not tried.
+MAX_WORKERS_LOST = 4
 _POLL_SECONDS = 0.5
 CONFORMS, FINDING, DECLINED, INCONCLUSIVE = "conforms", "finding", "declined", "inconclusive"
 

@@ -99,6 +99,6 @@ def _target_content(target: TargetRun, run: Run) -> dict[str, Any]:
                 "figures": dict(result.figures),
                 "findings": [finding.to_json() for finding in result.findings],
             }
-            for result in target.results
+            for result in target.all_results
         ],
     }

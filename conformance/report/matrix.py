@@ -29,7 +29,7 @@ def feature_matrix(run: Run) -> str:
 
 def _by_feature(target: TargetRun) -> dict[tuple[str, str], list[CaseResult]]:
     results: dict[tuple[str, str], list[CaseResult]] = {}
-    for result in target.results:
+    for result in target.all_results:
         for event in events_of(result.case):
             results.setdefault((event, result.case.problem.layout), []).append(result)
     return results

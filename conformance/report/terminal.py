@@ -30,7 +30,9 @@ def print_run(run: Run, console: Console) -> None:
     for target, verdict in zip(run.targets, verdicts, strict=True):
         _print_remarks(verdict, console)
         for finding, occurrences in verdict.findings:
-            print_finding(finding, target.description.spec, f"{occurrences} of {len(target.results)} cases", console)
+            print_finding(
+                finding, target.description.spec, f"{occurrences} of {len(target.all_results)} cases", console
+            )
     if run.interrupted:
         console.print("interrupted: this is what was found so far")
 
@@ -38,7 +40,7 @@ def print_run(run: Run, console: Console) -> None:
 def print_details(run: Run, console: Console) -> None:
     """Every array of a replayed case: its worst element, and its largest share of the allowance on each rank."""
     for target in run.targets:
-        for result in target.results:
+        for result in target.all_results:
             if not result.details:
                 continue
             table = Table("tensor", "draw", "from", "share", "worst at", "expected", "got", "largest share by rank")

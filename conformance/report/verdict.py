@@ -53,9 +53,9 @@ class TargetVerdict:
 
 def verdict_of(target: TargetRun, run: Run) -> TargetVerdict:
     """The verdict on one target."""
-    results = target.results
+    results = target.all_results
     counts = {status: sum(result.status == status for result in results) for status in _STATUSES}
-    counts[NOT_TRIED] = len(run.plan.cases) - len(results)
+    counts[NOT_TRIED] = len(run.plan.cases) - len(target.results)
     cells = tuple(_cell(target, check, tensor) for check in run.plan.check_names for tensor in CHECKS[check].tensors)
     findings = tuple((finding, _occurrences(finding, target)) for finding in target.smallest.values())
     declined = Counter(result.reason for result in results if result.status == DECLINED)
@@ -83,20 +83,21 @@ _STATUSES = (CONFORMS, FINDING, DECLINED, INCONCLUSIVE)
 def _occurrences(finding: Finding, target: TargetRun) -> int:
     """Cases that showed this kind of finding, or a narrower one that it explains."""
     return sum(
-        any(other.id == finding.id or finding.explains(other) for other in result.findings) for result in target.results
+        any(other.id == finding.id or finding.explains(other) for other in result.findings)
+        for result in target.all_results
     )
 
 
 def _cell(target: TargetRun, check: str, tensor: str) -> Cell:
-    shares = [r.shares[check, tensor] for r in target.results if (check, tensor) in r.shares]
-    findings = sum(any(f.check == check and f.tensor == tensor for f in r.findings) for r in target.results)
+    shares = [r.shares[check, tensor] for r in target.all_results if (check, tensor) in r.shares]
+    findings = sum(any(f.check == check and f.tensor == tensor for f in r.findings) for r in target.all_results)
     if findings:
         status = FINDING
     elif not CHECKS[check].is_claimed(target.description):
         status = NOT_CLAIMED
     elif shares:
         status = CONFORMS
-    elif any(result.status == DECLINED and _has(target, result.case, check, tensor) for result in target.results):
+    elif any(result.status == DECLINED and _has(target, result.case, check, tensor) for result in target.all_results):
         status = DECLINED
     else:
         status = NOT_TRIED
@@ -109,7 +110,7 @@ def _doubts(target: TargetRun, run: Run, counts: dict[str, int], cells: tuple[Ce
     done = len(target.results)
     if not done:
         doubts.append("nothing ran: no verdict")
-    elif counts[DECLINED] == done:
+    elif counts[DECLINED] == len(target.all_results):
         doubts.append("declined every case: no verdict")
     if done < len(run.plan.covering):
         doubts.append(f"the covering list is unfinished: {done} of {len(run.plan.covering)} cases")
@@ -122,8 +123,8 @@ def _doubts(target: TargetRun, run: Run, counts: dict[str, int], cells: tuple[Ce
 def _limits(target: TargetRun, run: Run, counts: dict[str, int]) -> list[str]:
     """What the verdict does not cover, or rests on."""
     limits: list[str] = []
-    of, done = target.description, len(target.results)
-    taken = [result.case.problem for result in target.results if result.status != DECLINED]
+    of, done = target.description, len(target.all_results)
+    taken = [result.case.problem for result in target.all_results if result.status != DECLINED]
     if done > counts[DECLINED] > done / 2:
         limits.append(f"declined more than half of the cases ({counts[DECLINED]} of {done})")
     if target.stopped:
@@ -146,7 +147,7 @@ def _is_owed(target: TargetRun, cell: Cell) -> bool:
     """Whether a case that the target took has the tensor, for this check, and the target claims it."""
     if not CHECKS[cell.check].is_claimed(target.description):
         return False
-    taken = (result.case for result in target.results if result.status != DECLINED)
+    taken = (result.case for result in target.all_results if result.status != DECLINED)
     return any(_has(target, case, cell.check, cell.tensor) for case in taken)
 
 

@@ -101,7 +101,7 @@ def test_further_cases_are_a_function_of_seed_and_index():
 
 
 def test_an_unknown_profile_is_refused():
-    with pytest.raises(ValueError, match="profile must be one of quick, ci, got 'fast'"):
+    with pytest.raises(ValueError, match="profile must be one of quick, ci, nightly, got 'fast'"):
         case_list("fast", 0)
 
 

@@ -14,8 +14,8 @@ from conformance.devices import Devices
 from conformance.finding import Finding
 from conformance.problem import Case
 from conformance.process import HANGS
-from conformance.runner import MAX_WORKERS_LOST, SHRINK_EXECUTIONS, Plan, Run, run
-from conformance.session import CONFORMS, FINDING, CaseResult
+from conformance.runner import SHRINK_EXECUTIONS, Plan, Run, run
+from conformance.session import CONFORMS, FINDING, MAX_WORKERS_LOST, CaseResult
 from conformance.target import TargetDescription, TargetError
 
 Behaviour = Callable[[Case, "_Session"], CaseResult]
