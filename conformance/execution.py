@@ -16,39 +16,20 @@ from typing import Any
 import jax
 import numpy as np
 
+from conformance.calling import ContractBroken, Named, Setting, forward, forward_and_gradients
 from conformance.empty_rows import without_empty_row_cotangents
+from conformance.further import further_facts
 from conformance.inputs import NUM_DRAWS, Inputs, inputs_of, redraw
 from conformance.mesh import mesh_of, shardings_of
-from conformance.problem import Case, Problem
+from conformance.problem import Case
 from conformance.program_facts import program_facts
 from conformance.target import Declined, Target, calls_of
-from conformance.traced import scope
 from conformance.variants import variant_inputs, variants_of
 
 # Beyond this, running an unoptimised program takes longer than optimising it would have (measured on two CPU cores).
 _MANY_LOGITS = 4_000_000
 
-Named = dict[str, Any]
 Report = Callable[[str], None]
-
-
-class ContractBroken(Exception):
-    """The target returned something that is not what the contract says."""
-
-    def __init__(self, tensor: str, quality: str, expected: str, got: str) -> None:
-        super().__init__(f"{quality} of {tensor}: expected {expected}, got {got}")
-        self.tensor, self.quality, self.expected, self.got = tensor, quality, expected, got
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What every step of one execution needs. `checks`: those that will judge it."""
-
-    target: Target
-    problem: Problem
-    mesh: jax.sharding.Mesh
-    calls: tuple[str, ...]
-    checks: Collection[str] = ()
 
 
 @dataclass(frozen=True)
@@ -67,9 +48,9 @@ def execute(
     The message has `declined` (a reason), `raised` (type, message, traceback, where), `broken` (tensor, quality,
     expected, got) or none of these; `misplaced` lists outputs that lie elsewhere than the contract says, `diverged`
     those whose copies on several devices are not the same; `facts`, where the check `collectives` asks for them, are
-    program_facts of the program. Arrays are named `draw/call/tensor`, in layout order; those of the further data that
-    `checks` want, `variant/call/tensor` (a program without gradients runs on the draws alone). `report` is told the
-    phase that begins.
+    program_facts of the program; further_facts are added. Arrays are named `draw/call/tensor`, in layout order; those of
+    the further data that `checks` want, `variant/call/tensor` (a program without gradients runs on the draws alone).
+    `report` is told the phase that begins.
     """
     try:
         reason = target.supports(case.problem)
@@ -93,11 +74,15 @@ def _execute_supported(setting: Setting, case: Case, report: Report) -> tuple[Na
     draws = [_placed(setting, _taken(setting, draw_inputs)) for draw_inputs in inputs]
     report("tracing and compiling")
     try:
-        program = compiled_program(setting, _forward_and_gradients, draws[0])
+        program = compiled_program(setting, forward_and_gradients, draws[0])
     except Exception as error:  # noqa: BLE001  # see above
         failed = error
     else:
-        return _run(setting, program, draws, report, _variants(setting, case, inputs))
+        message, arrays = _run(setting, program, draws, report, _variants(setting, case, inputs))
+        if "raised" in message:
+            return message, arrays
+        more, more_arrays = further_facts(setting, draws[0], report)
+        return message | more, arrays | more_arrays
     # Outside of the except clause: what the forward raises again is no consequence of our having caught it.
     return _forward_alone(setting, draws, failed, report)
 
@@ -108,7 +93,7 @@ def _forward_alone(
     """Tells a target that fails from one that only has no gradient; the forward of the latter is still compared."""
     report("tracing and compiling the forward alone")
     try:
-        program = compiled_program(setting, _forward, draws[0])
+        program = compiled_program(setting, forward, draws[0])
     except Declined as error:
         return {"declined": str(error)}, {}
     except ContractBroken as error:
@@ -166,70 +151,6 @@ def _run(
         cotangents = [name in ("dout", "dlse") for name in sorted(draws[0])]  # a dict's leaves are in this order
         message["facts"] = program_facts(program.traced, program.compiled, cotangents)
     return message, arrays
-
-
-def _forward(setting: Setting, arrays: Named) -> Named:
-    """The primal calls: `call/out`, and `attention_with_lse/lse`."""
-    results: Named = {}
-    for call in setting.calls:
-        with scope("primal", call):
-            results |= {f"{call}/{name}": array for name, array in call_target(setting, call, arrays).items()}
-    return results
-
-
-def _forward_and_gradients(setting: Setting, arrays: Named) -> Named:
-    """The primal calls, the VJP's own forward (`call/out of vjp`) and the gradients (`call/dquery`, …)."""
-    results = _forward(setting, arrays)
-    differentiable = {name: arrays[name] for name in ("query", "key", "value", "sinks") if name in arrays}
-    others = {name: array for name, array in arrays.items() if name not in differentiable}
-    for call in setting.calls:
-        if call == "attention_with_lse" and not setting.target.description.lse_grad:
-            continue
-        with scope("forward", call):
-            outputs, vjp = jax.vjp(
-                lambda inputs, call=call: call_target(setting, call, {**others, **inputs}), differentiable
-            )
-        with scope("backward", call):
-            (gradients,) = vjp({name: arrays[f"d{name}"] for name in outputs})
-        results |= {f"{call}/{name} of vjp": array for name, array in outputs.items()}
-        results |= {f"{call}/d{name}": array for name, array in gradients.items()}
-    return results
-
-
-def call_target(setting: Setting, call: str, arrays: Named) -> Named:
-    """One call of the target, as its contract says; what it returns is held to the contract while tracing."""
-    problem = setting.problem
-    optional = {name: arrays[name] for name in ("segment_ids", "sinks") if name in arrays}
-    value = arrays["key"] if problem.shared_kv else arrays["value"]
-    function = getattr(setting.target, call)
-    returned = function(arrays["query"], arrays["key"], value, problem=problem, mesh=setting.mesh, **optional)
-    if call == "attention":
-        returned = (returned,)
-    names = ("out", "lse")[: 1 + (call == "attention_with_lse")]
-    if not isinstance(returned, tuple | list) or len(returned) != len(names):
-        raise ContractBroken(names[-1], "structure", f"({', '.join(names)})", _describe(returned))
-    rows = (problem.batch, problem.seq_len, problem.num_query_heads)
-    expected = {
-        "out": jax.ShapeDtypeStruct((*rows, problem.value_dim), arrays["query"].dtype),
-        "lse": jax.ShapeDtypeStruct(rows, np.float64 if problem.dtype == "float64" else np.float32),
-    }
-    return {name: _held_to(name, got, expected[name]) for name, got in zip(names, returned, strict=True)}
-
-
-def _held_to(name: str, got: Any, expected: jax.ShapeDtypeStruct) -> Any:
-    if not isinstance(got, jax.Array):
-        raise ContractBroken(name, "structure", "one array", _describe(got))
-    if got.shape != expected.shape:
-        raise ContractBroken(name, "shape", str(expected.shape), str(got.shape))
-    if got.dtype != expected.dtype:
-        raise ContractBroken(name, "dtype", str(expected.dtype), str(got.dtype))
-    return got
-
-
-def _describe(value: Any) -> str:
-    if isinstance(value, tuple | list):
-        return f"a {type(value).__name__} of {len(value)}"
-    return f"a {type(value).__name__}"
 
 
 def _taken(setting: Setting, inputs: Inputs) -> Inputs:

@@ -87,6 +87,12 @@ def cost_facts(traced: Any, compiled: Any | None = None) -> dict[str, Any]:
     return facts
 
 
+def sent_bytes(traced: Any) -> int:
+    """Operand bytes of every primitive that communicates, as often as it runs."""
+    collectives = [_collective(at) for at in reached(traced.jaxpr) if at.equation.primitive.name in _KINDS]
+    return sum(collective["bytes"] * (collective["trips"] or 1) for collective in collectives)
+
+
 def matmul_flops(equations: Iterable[Reached]) -> int:
     """Multiplications and additions of all matrix products, as often as they run."""
     total = 0

@@ -3,8 +3,9 @@
 May touch: evidence and findings; never JAX, never a fault of the catalogue. Tests: tests/conformance/test_checks_*.py.
 """
 
-from conformance.checks import collectives, contract, exact, gradients, output, residuals
+from conformance.checks import collectives, contract, errors, exact, gradients, output, remat, residuals, work
 from conformance.checks.outcome import Check, Outcome
+from conformance.designated import asks_errors, asks_remat, asks_work
 from conformance.problem import DTYPES
 
 _ROUNDED = ("float32", "bfloat16")
@@ -18,6 +19,11 @@ CHECKS: dict[str, Check] = {
     "collectives": Check(
         collectives.TENSORS, collectives.check, DTYPES, is_claimed=lambda target: target.communication is not None
     ),
+    "work": Check(
+        work.TENSORS, work.check, DTYPES, asks_work, is_claimed=lambda target: target.communication == "halo"
+    ),
+    "remat": Check(remat.TENSORS, remat.check, DTYPES, asks_remat),
+    "errors": Check(errors.TENSORS, errors.check, DTYPES, asks_errors),
 }
 """By the name that `--checks` takes, in the order of the verdict table."""
 

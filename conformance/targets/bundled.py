@@ -27,6 +27,7 @@ class _Bundled:
     communication: str
     local_kernel: str = ""
     empty_rows: str = "zero"
+    residual_names: tuple[str, ...] = impl.RESIDUAL_NAMES
 
     @property
     def name(self) -> str:

@@ -32,6 +32,8 @@ class _DotProductAttention:
             return "jax.nn.dot_product_attention has no soft cap"
         if problem.value_dim != problem.head_dim:
             return "jax.nn.dot_product_attention has one head_dim"
+        if problem.window[0] is not None and problem.window[0] < 0:
+            return f"a window of {problem.window[0] + 1} keys shows nobody anything"
         if problem.num_kv_heads % problem.tensor_parallelism:
             return "this adapter shards kv heads over the tensor axis"
         return None

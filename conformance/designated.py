@@ -1,0 +1,32 @@
+"""Which cases the costly checks are asked on: a few of a list, as a pure function of the case.
+
+By the seed, which is a case's number in its list, and never zero: the shrinker makes every seed zero that it can, and
+shrinking another check's finding must not pay for these. May touch: problem. Tests: tests/conformance/test_further.py.
+"""
+
+from __future__ import annotations
+
+from conformance.problem import Case
+
+# One case in so many, and its remainder. Odd remainders: such cases do not call attention_with_lse as well.
+_ONE_IN = {"errors": (32, 5), "remat": (64, 13), "work": (96, 21)}
+
+
+def asks_errors(case: Case) -> bool:
+    """Whether problems that no case may have are put to the target beside this case."""
+    return _is_designated("errors", case)
+
+
+def asks_remat(case: Case) -> bool:
+    """Whether the gradient of this case is also taken under rematerialisation."""
+    return _is_designated("remat", case)
+
+
+def asks_work(case: Case) -> bool:
+    """Whether programs for longer sequences than this case's are compiled."""
+    return _is_designated("work", case)
+
+
+def _is_designated(check: str, case: Case) -> bool:
+    stride, remainder = _ONE_IN[check]
+    return case.seed % stride == remainder
