@@ -216,16 +216,33 @@ def _pairs(rest: str) -> tuple[tuple[int, int], ...]:
 
 
 def _groups(rest: str, num_devices: int) -> tuple[tuple[int, ...], ...]:
-    """Replica groups as lists (`{{0,1},{2,3}}`), as an iota (`[2,4]<=[4,2]T(1,0)`), or empty: all devices."""
+    """Replica groups: lists `{{0,1},{2,3}}`, an iota `[2,4]<=[4,2]T(1,0)`, axes of a mesh, or none: all devices.
+
+    Raises:
+        ValueError: another notation; guessing would be a verdict on nothing.
+    """
     iota = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", rest)
     if iota:
         shape, dims = (tuple(map(int, part.split(","))) for part in iota.groups()[:2])
         ids = np.arange(math.prod(dims)).reshape(dims)
         if iota.group(3):
             ids = ids.transpose(tuple(map(int, iota.group(3).split(","))))
-        return tuple(tuple(int(i) for i in group) for group in ids.reshape(shape[0], -1))
+        return _as_groups(ids.reshape(shape[0], -1))
+    mesh = re.search(r"replica_groups=mesh\[([^\]]*)\] ?\{((?:'[^']*',?)*)\}", rest)
+    if mesh:
+        sizes = {name: int(size) for name, size in re.findall(r"'([^']*)'=(\d+)", mesh.group(1))}
+        inside = [list(sizes).index(axis) for axis in re.findall(r"'([^']*)'", mesh.group(2))]
+        ids = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
+        ids = np.moveaxis(ids, inside, range(-len(inside), 0))
+        return _as_groups(ids.reshape(-1, math.prod(ids.shape[ids.ndim - len(inside) :])))
     listed = re.search(r"replica_groups=\{((?:\{[\d,]*\},?)*)\}", rest)
+    if listed is None and "replica_groups=" in rest:
+        raise ValueError(f"replica groups in an unknown notation: {rest[rest.index('replica_groups=') :][:80]}")
     groups = re.findall(r"\{([\d,]+)\}", listed.group(1)) if listed else []
     if not groups:
         return (tuple(range(num_devices)),)
     return tuple(tuple(map(int, group.split(","))) for group in groups)
+
+
+def _as_groups(ids: np.ndarray) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(int(device) for device in group) for group in ids)

@@ -101,8 +101,17 @@ def _after(equation: Any, inputs: list[State], found: set[str]) -> list[State]:
 
 def _after_scan(equation: Any, inputs: list[State], found: set[str]) -> list[State]:
     ((inner, _),) = inner_jaxprs(equation)
-    first, last = equation.params["num_consts"], equation.params["num_consts"] + equation.params["num_carry"]
-    return _settled(inner, inputs, slice(first, last), found)
+    # Inputs are constants, carry, and what is scanned over; outputs are carry and what is stacked. The parameters that
+    # say how many of each are not the same in every JAX; that a turn sees one dimension less is.
+    scanned = _with_another_rank(equation.invars, inner.invars)
+    carried = len(equation.outvars) - _with_another_rank(equation.outvars, inner.outvars)
+    last = len(inputs) - scanned
+    return _settled(inner, inputs, slice(last - carried, last), found)
+
+
+def _with_another_rank(outside: Sequence[Any], inside: Sequence[Any]) -> int:
+    pairs = zip(outside, inside, strict=True)
+    return sum(len(getattr(one.aval, "shape", ())) != len(getattr(other.aval, "shape", ())) for one, other in pairs)
 
 
 def _after_while(equation: Any, inputs: list[State], found: set[str]) -> list[State]:

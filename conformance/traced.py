@@ -58,7 +58,8 @@ def _visit(jaxpr: Any, used: Sequence[bool], trips: int | None, phase: str, foun
     needed = {var for var, is_used in zip(jaxpr.outvars, used, strict=True) if is_used and is_variable(var)}
     for equation in reversed(jaxpr.eqns):
         outputs = [var in needed for var in equation.outvars]
-        if not any(outputs) and not equation.effects:
+        # A collective's only effect is to need its axis.
+        if not any(outputs) and all(type(effect).__name__ == "NamedAxisEffect" for effect in equation.effects):
             continue
         own = phase or phase_of(str(equation.source_info.name_stack))
         found.append(Reached(equation, trips, own))

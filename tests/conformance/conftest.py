@@ -19,12 +19,15 @@ from conformance.answers import answer_for
 from conformance.case_list import case_list
 from conformance.checks import CHECKS
 from conformance.empty_rows import without_empty_row_cotangents
+from conformance.case_text import parse_case
+from conformance.checks import CHECKS, Outcome
 from conformance.evidence import Evidence
 from conformance.finding import Finding
 from conformance.problem import Case
 from conformance.session import expected_names
 from conformance.target import TargetDescription
 from conformance.variants import variant_inputs, variants_of
+from conformance.target import TargetDescription, load_target
 
 _ADAPTERS = Path(__file__).parent / "adapters"
 
@@ -55,6 +58,20 @@ def small_cases() -> Callable[..., tuple[Case, ...]]:
         return taken
 
     return first
+
+
+@pytest.fixture
+def judged(adapter: Callable[[str], str]) -> Callable[[str, str, str], Outcome]:
+    """From an adapter ("file:attribute"), a case's text and a check: what the check says of the adapter on the case."""
+    from conformance.execution import execute  # imports JAX: only for the tests that ask for it
+
+    def run(name: str, case_text: str, check: str) -> Outcome:
+        target, case = load_target(adapter(name) if "." not in name else name), parse_case(case_text)
+        message, arrays = execute(target, case, lambda phase: None, (check,))
+        assert not message.keys() & {"declined", "raised", "broken"}, f"it did not run: {message}"
+        return CHECKS[check].run(Evidence(target.description, case, message, arrays))
+
+    return run
 
 
 @pytest.fixture

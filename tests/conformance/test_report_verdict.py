@@ -235,6 +235,9 @@ def test_cells_stand_in_the_order_of_the_checks() -> None:
         ("gradients", "dsinks"),
         *(("exact", tensor) for tensor in ("out", "lse", "dquery", "dkey", "dvalue", "dsinks")),
         *(("collectives", tensor) for tensor in ("forward", "backward")),
+        *(("work", tensor) for tensor in ("flops", "memory", "program")),
+        *(("remat", tensor) for tensor in ("program", "out", "dquery", "dkey", "dvalue", "dsinks")),
+        *(("errors", tensor) for tensor in ("window", "heads", "sequence", "segment_ids")),
     ], "one cell a check and tensor"
 
 

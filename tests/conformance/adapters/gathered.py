@@ -51,12 +51,14 @@ class Gathered:
     fetched: Callable[..., Any] = lambda problem, rank, gathered: gathered
     name: str = "gathered"
     empty_rows: str = "zero"
-    communication: str = "all_gather"
+    communication: str | None = "all_gather"
 
     def supports(self, problem: Any) -> str | None:
         """Kv heads must be sharded like query heads: this is a small target."""
         if problem.num_kv_heads % problem.tensor_parallelism or problem.ulysses_parallelism > 1:
             return "heads do not divide"
+        if problem.window[0] is not None and problem.window[0] < 0:
+            return "a window shows at least the query itself"
         return None
 
     def attention(

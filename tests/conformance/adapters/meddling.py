@@ -6,7 +6,7 @@ from gathered import right
 
 from conformance import execution
 
-_forward_and_gradients = execution._forward_and_gradients
+_forward_and_gradients = execution.forward_and_gradients
 
 
 def _without_dkey(*arguments):
@@ -14,5 +14,5 @@ def _without_dkey(*arguments):
     return {name: array for name, array in results.items() if not name.endswith("dkey")}
 
 
-execution._forward_and_gradients = _without_dkey
+execution.forward_and_gradients = _without_dkey
 drops_dkey = right

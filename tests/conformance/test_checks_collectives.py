@@ -1,0 +1,143 @@
+"""What a target sends against what its strategy may send: each way to be wrong is seen, and right targets are not.
+
+Expected bytes are worked out by hand, from the window and the shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from conformance.case_text import parse_case
+from conformance.checks import CHECKS, Outcome
+from conformance.evidence import Evidence
+from conformance.target import TargetDescription
+from conformance.wire_plan import halo_rows, wire_plan
+
+Judged = Callable[[str, str, str], Outcome]
+
+_CASE = "v=1 seq_len=32 sliding_window_size=6 context_parallelism=4 num_query_heads=4 num_kv_heads=2 seed=1"
+_BUNDLED = "conformance.targets.bundled:"
+
+
+def _kinds(outcome: Outcome) -> set[tuple[str, str]]:
+    return {(finding.tensor, finding.signature) for finding in outcome.findings}
+
+
+@pytest.mark.parametrize(
+    ("adapter_name", "case_text"),
+    [
+        ("sending:right_halo", _CASE),
+        ("sending:right_halo", f"{_CASE} segments=true sinks=true data_parallelism=2 batch=2 tensor_parallelism=2"),
+        ("sending:banded", _CASE),
+        ("gathered:right", f"{_CASE} dtype=bfloat16 sinks=true"),
+        (f"{_BUNDLED}halo", f"{_CASE} dtype=bfloat16 layout=dual_chunk_swap segments=true sinks=true"),
+        (f"{_BUNDLED}halo", f"{_CASE} tensor_parallelism=4 axis_types=explicit device_order=reversed"),
+        (f"{_BUNDLED}ring", f"{_CASE} dtype=bfloat16"),
+    ],
+)
+def test_what_stays_within_its_plan_is_no_finding(judged: Judged, adapter_name: str, case_text: str) -> None:
+    outcome = judged(adapter_name, case_text, "collectives")
+    assert outcome.findings == (), "a right target"
+    assert set(outcome.shares) == {"forward", "backward"}, "both were looked at"
+    assert 0 < max(outcome.shares.values()) <= 1, "something was sent, and no more than the plan"
+
+
+def test_a_halo_sends_all_that_its_plan_allows_and_not_a_byte_more(judged: Judged) -> None:
+    outcome = judged(f"{_BUNDLED}halo", _CASE, "collectives")
+    assert outcome.shares == {"forward": 1.0, "backward": 1.0}, "the plan is exact"
+
+
+@pytest.mark.parametrize(
+    ("adapter_name", "expected"),
+    [
+        ("gathers", {("forward", "uses all-gather"), ("backward", "uses reduce-scatter")}),
+        (
+            "whole_chunk",
+            {
+                ("forward", "sends too much by collective-permute"),
+                ("backward", "sends too much by collective-permute"),
+            },
+        ),
+        ("talks_to_the_host", {("forward", "talks to the host")}),
+    ],
+)
+def test_a_halo_that_sends_something_else_is_found_out(
+    judged: Judged, adapter_name: str, expected: set[tuple[str, str]]
+) -> None:
+    assert _kinds(judged(f"sending:{adapter_name}", _CASE, "collectives")) == expected, "what, and in which direction"
+
+
+def test_what_the_partitioner_puts_in_is_seen_although_no_line_of_the_target_says_so(judged: Judged) -> None:
+    outcome = judged("sending:gathers_at_the_border", _CASE, "collectives")
+    assert ("forward", "uses all-gather") in _kinds(outcome), "the whole sequence was gathered and cut again"
+    assert all("the compiler put it in" in finding.reading for finding in outcome.findings), "and who did it"
+
+
+def test_gradients_summed_across_ranks_in_bfloat16_are_seen_in_every_form(judged: Judged) -> None:
+    narrow = ("backward", "sums gradients across ranks in less than float32")
+    wide_case = f"{_CASE} dtype=float32"
+    for name in ("sums_narrow", "right_halo"):  # by the collective itself; added on arrival
+        assert narrow in _kinds(judged(f"sending:{name}", f"{_CASE} dtype=bfloat16", "collectives")), name
+        assert narrow not in _kinds(judged(f"sending:{name}", wide_case, "collectives")), "float32 is wide enough"
+
+
+def test_rounded_rows_are_allowed_where_they_are_declared_and_reported(judged: Judged) -> None:
+    outcome = judged("sending:rounded_halo", _CASE, "collectives")
+    assert outcome.findings == (), "8 rows for the 5 that the window reaches, as declared"
+    assert outcome.figures == {"halo rows allowed, of those the window reaches": 1.6}, "8 / 5"
+
+
+def test_a_target_that_claims_nothing_is_not_judged(judged: Judged) -> None:
+    assert judged("sending:claims_nothing", _CASE, "collectives") == Outcome(), "no share: it cannot conform"
+    nothing = TargetDescription("m:t", "t")
+    assert not CHECKS["collectives"].is_claimed(nothing), "the verdict says not claimed"
+
+
+def test_a_kernel_that_sends_by_itself_is_not_taken_for_one_that_sends_nothing() -> None:
+    facts = {"traced": [], "compiled": [], "narrow_sums": [], "remote_copies": 2}
+    description = TargetDescription("m:t", "t", communication="halo")
+    evidence = Evidence(description, parse_case(_CASE), {"facts": facts}, {})
+    assert CHECKS["collectives"].run(evidence) == Outcome(), "nothing is known, so nothing conforms"
+
+
+@pytest.mark.parametrize(
+    ("text", "received_and_sent"),
+    [
+        ("seq_len=32 sliding_window_size=1 context_parallelism=4", (0, 0)),
+        ("seq_len=32 sliding_window_size=6 context_parallelism=4", (5, 5)),
+        # Two hops: 8 rows of the rank before, 3 of the one before that.
+        ("seq_len=32 sliding_window_size=12 context_parallelism=4", (11, 11)),
+        ("seq_len=32 sliding_window_size=99 context_parallelism=4", (24, 24)),
+        ("seq_len=32 window=2,1 context_parallelism=4", (3, 3)),
+        # Chunks of 4: rank 1 of 0 1 2 3 holds chunks 1 and 6, each with a predecessor elsewhere.
+        ("seq_len=32 sliding_window_size=3 context_parallelism=4 layout=dual_chunk_swap", (4, 4)),
+        # Two ranks: chunks 0 and 3, 1 and 2. Chunk 2 finds its predecessor at home.
+        ("seq_len=32 sliding_window_size=3 context_parallelism=2 layout=dual_chunk_swap", (2, 2)),
+    ],
+)
+def test_halo_rows_are_those_a_rank_sees_and_does_not_hold(text: str, received_and_sent: tuple[int, int]) -> None:
+    assert halo_rows(parse_case(f"v=1 {text}").problem) == received_and_sent, "counted by hand"
+
+
+def test_rows_are_rounded_run_by_run_and_never_beyond_a_chunk() -> None:
+    problem = parse_case("v=1 seq_len=64 sliding_window_size=20 context_parallelism=4").problem  # 16 and 3 rows
+    assert halo_rows(problem, 4) == (20, 20), "16, and 3 rounded up to 4"
+    assert halo_rows(problem, 128) == (32, 32), "two whole chunks"
+
+
+def test_a_plan_counts_a_row_as_its_heads_features_and_id() -> None:
+    text = f"{_CASE} dtype=bfloat16 head_dim=16 value_dim=8 segments=true batch=3"
+    plan = wire_plan(parse_case(text).problem, "halo")
+    assert [allowance.bytes for allowance in plan.forward] == [3 * 5 * (2 * 24 * 2 + 4)], "bfloat16, and an id"
+    assert [allowance.bytes for allowance in plan.backward] == [3 * 5 * 2 * 24 * 4], "float32, and no id"
+    assert {kind for allowance in plan.forward for kind in allowance.kinds} == {"collective-permute"}, "halo's kind"
+
+
+def test_sums_that_halo_may_make_are_those_of_sinks_and_of_replicated_kv_heads() -> None:
+    problem = parse_case(f"{_CASE} sinks=true tensor_parallelism=4 data_parallelism=2 batch=2").problem
+    sums = {a.axes[0]: a.bytes for a in wire_plan(problem, "halo").backward if "all-reduce" in a.kinds}
+    # One sink a shard over data and context; 8 rows of 2 heads of 16 features, in float32.
+    assert sums == {"data": 2 * 4, "tensor": 8 * 2 * 16 * 4}, "and nothing else of the kind"
+    assert not any("all-reduce" in a.kinds for a in wire_plan(parse_case(_CASE).problem, "halo").backward), "else none"
