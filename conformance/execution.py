@@ -48,8 +48,8 @@ def execute(
     The message has `declined` (a reason), `raised` (type, message, traceback, where), `broken` (tensor, quality,
     expected, got) or none of these; `misplaced` lists outputs that lie elsewhere than the contract says, `diverged`
     those whose copies on several devices are not the same; `facts`, where the check `collectives` asks for them, are
-    program_facts of the program; further_facts are added. Arrays are named `draw/call/tensor`, in layout order; those of
-    the further data that `checks` want, `variant/call/tensor` (a program without gradients runs on the draws alone).
+    program_facts of the program; further_facts are added. Arrays are named `draw/call/tensor`, in layout order; those
+    of the further data that `checks` want, `variant/call/tensor` (a program without gradients runs on the draws alone).
     `report` is told the phase that begins.
     """
     try:

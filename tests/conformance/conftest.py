@@ -17,17 +17,15 @@ import pytest
 import oracle
 from conformance.answers import answer_for
 from conformance.case_list import case_list
-from conformance.checks import CHECKS
-from conformance.empty_rows import without_empty_row_cotangents
 from conformance.case_text import parse_case
 from conformance.checks import CHECKS, Outcome
+from conformance.empty_rows import without_empty_row_cotangents
 from conformance.evidence import Evidence
 from conformance.finding import Finding
 from conformance.problem import Case
 from conformance.session import expected_names
-from conformance.target import TargetDescription
-from conformance.variants import variant_inputs, variants_of
 from conformance.target import TargetDescription, load_target
+from conformance.variants import variant_inputs, variants_of
 
 _ADAPTERS = Path(__file__).parent / "adapters"
 
