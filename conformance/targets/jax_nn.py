@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
 from conformance.problem import Problem
+from conformance.targets.gathered import Rows, attention_on_gathered_keys, declined_problem, in_window
 
 
 @dataclass(frozen=True)
@@ -32,58 +31,20 @@ class _DotProductAttention:
             return "jax.nn.dot_product_attention has no soft cap"
         if problem.value_dim != problem.head_dim:
             return "jax.nn.dot_product_attention has one head_dim"
-        if problem.window[0] is not None and problem.window[0] < 0:
-            return f"a window of {problem.window[0] + 1} keys shows nobody anything"
-        if problem.num_kv_heads % problem.tensor_parallelism:
-            return "this adapter shards kv heads over the tensor axis"
-        return None
+        return declined_problem(problem)
 
     def attention(
-        self,
-        query: jax.Array,
-        key: jax.Array,
-        value: jax.Array,
-        *,
-        problem: Problem,
-        mesh: jax.sharding.Mesh,
-        segment_ids: jax.Array | None = None,
+        self, query: jax.Array, key: jax.Array, value: jax.Array, *, problem: Problem, **context: Any
     ) -> jax.Array:
-        """out, by the target contract: one rank's queries against all keys of the sequence."""
-        sequence = ("context", "ulysses") if problem.ulysses_parallelism > 1 else "context"
-        arrays, rows = PartitionSpec("data", sequence, "tensor"), PartitionSpec("data", sequence)
-        placed = jax.sharding.NamedSharding(mesh, rows)
-        if segment_ids is None:
-            segment_ids = jax.device_put(jnp.zeros(query.shape[:2], jnp.int32), placed)
-        positions = jax.device_put(jnp.broadcast_to(problem.positions(), query.shape[:2]), placed)
+        """out, by the target contract."""
 
-        def on_one_rank(query: Any, key: Any, value: Any, ids: Any, positions: Any) -> Any:
-            # Wide on the wire: the transpose of gathering sums gradients over ranks in the dtype that was gathered.
-            wide = (x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in (key, value))
-            key, value, key_ids, key_positions = (
-                jax.lax.all_gather(x, sequence, axis=1, tiled=True) for x in (*wide, ids, positions)
+        def attend(rows: Rows, _: None) -> jax.Array:
+            mask = in_window(problem, rows.distance) & (rows.query_ids[:, :, None] == rows.key_ids[:, None, :])
+            return jax.nn.dot_product_attention(
+                rows.query, rows.key, rows.value, mask=mask[:, None], scale=problem.scale
             )
-            key, value = (x.astype(query.dtype) for x in (key, value))
-            mask = _mask(problem, positions[:, :, None] - key_positions[:, None, :])
-            mask &= ids[:, :, None] == key_ids[:, None, :]
-            if problem.padding is not None:
-                mask &= (ids != problem.padding)[:, :, None]
-            return jax.nn.dot_product_attention(query, key, value, mask=mask[:, None], scale=problem.scale)
 
-        sharded = jax.shard_map(
-            on_one_rank, mesh=mesh, in_specs=(arrays, arrays, arrays, rows, rows), out_specs=arrays, check_vma=False
-        )
-        return sharded(query, key, value, segment_ids, positions)
-
-
-def _mask(problem: Problem, distance: jax.Array) -> jax.Array:
-    """The window, from how far each key lies before its query."""
-    left, right = problem.window
-    mask = jnp.ones(distance.shape, bool)
-    if left is not None:
-        mask &= distance <= left
-    if right is not None:
-        mask &= distance >= -right
-    return mask
+        return attention_on_gathered_keys(query, key, value, problem=problem, attend=attend, **context)
 
 
 dot_product_attention = _DotProductAttention()
