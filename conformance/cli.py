@@ -25,6 +25,7 @@ from conformance.case_text import format_case, parse_case
 from conformance.checks import CHECKS
 from conformance.devices import DEFAULT_DEVICES, Devices, parse_devices
 from conformance.finding import plain
+from conformance.known_issues import BUNDLED, KnownIssuesError, load_known_issues
 from conformance.problem import InvalidCase
 from conformance.report.json_report import FILE_NAME, prepare_directory, write_report
 from conformance.report.terminal import print_details, print_run
@@ -47,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:  # before the first case or after the last: the run itself answers for the time between
         print("halocheck: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
-    except (TargetError, _CannotStart) as error:
+    except (TargetError, KnownIssuesError, _CannotStart) as error:
         print(f"halocheck: {error}", file=sys.stderr)
         return EXIT_CANNOT_START
     except Exception:  # noqa: BLE001  # a fault of the harness has an exit status of its own, and must be reported whole
@@ -114,6 +115,9 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
         metavar="DIR",
         help=f"nightly: hypothesis's examples and observations (default {DATABASE})",
     )
+    run_parser.add_argument(
+        "--known-issues", type=Path, default=BUNDLED, metavar="FILE", help="JSON (default: those of the public kernels)"
+    )
     run_parser.add_argument("--seed", type=int, default=0, metavar="S", help="seed of the case list (default 0)")
     run_parser.set_defaults(command=_run)
     replay_parser = commands.add_parser(
@@ -144,6 +148,7 @@ def _run(options: argparse.Namespace) -> int:
         devices=devices,
         check_names=_checks(options.checks),
         seconds=NIGHTLY_SECONDS if steered and options.seconds is None else options.seconds,
+        known_issues=load_known_issues(options.known_issues),
         database=options.database if steered else None,
         steering_seed=options.seed,
     )

@@ -19,10 +19,11 @@ from conformance.case_text import format_case, parse_case
 from conformance.devices import Devices
 from conformance.events import EVENTS
 from conformance.finding import Finding
+from conformance.known_issues import KnownIssue, issues_of
 from conformance.lanes import Lane, next_judged
 from conformance.problem import Case
 from conformance.process import HANGS
-from conformance.session import MAX_WORKERS_LOST, CaseResult, Session
+from conformance.session import FINDING, MAX_WORKERS_LOST, CaseResult, Session
 from conformance.shrink import case_size, shrink
 from conformance.target import TargetDescription
 
@@ -46,6 +47,7 @@ class Plan:
     shrink_findings: bool = True
     database: Path | None = None
     steering_seed: int = 0
+    known_issues: tuple[KnownIssue, ...] = ()
 
     @property
     def cases(self) -> tuple[Case, ...]:
@@ -55,21 +57,22 @@ class Plan:
 
 @dataclass
 class TargetRun:
-    """What one target did so far: `results` on the list's cases, `steered` on those that hypothesis drew.
+    """What one target did so far: `results` on the list's cases, `beyond_list` on others.
 
-    `smallest` holds, for each kind of finding, its smallest case after shrinking.
+    Those are the cases of its known issues, and what hypothesis drew. `smallest` holds, for each kind of finding, its
+    smallest case after shrinking.
     """
 
     description: TargetDescription
     results: list[CaseResult] = field(default_factory=list)
     smallest: dict[str, Finding] = field(default_factory=dict)
     stopped: str = ""
-    steered: list[CaseResult] = field(default_factory=list)
+    beyond_list: list[CaseResult] = field(default_factory=list)
 
     @property
     def all_results(self) -> list[CaseResult]:
-        """Those of the list, then those of cases that hypothesis drew."""
-        return self.results + self.steered
+        """Those of the list, then the others."""
+        return self.results + self.beyond_list
 
 
 @dataclass
@@ -96,11 +99,13 @@ def run(plan: Plan, progress: Progress) -> Run:
     sessions: list[Session] = []
     try:
         for spec in plan.targets:
-            sessions.append(Session(spec, plan.devices, plan.check_names))
+            known = issues_of(spec, plan.known_issues)
+            sessions.append(Session(spec, plan.devices, plan.check_names, known))
             state.targets.append(TargetRun(sessions[-1].description))
         # The oracle's products are small, and the workers need the cores: BLAS threads that wait cost tenfold.
         with threadpool_limits(1):
             _run_cases(state, sessions, progress, started_at)
+            _run_known_issues(state, sessions, progress)
             if plan.database is not None and plan.seconds is not None:
                 _steer(state, sessions, progress, plan.database, started_at + plan.seconds)
             if plan.shrink_findings:
@@ -144,6 +149,20 @@ def _run_cases(state: Run, sessions: Sequence[Session], progress: Progress, star
     progress(f"of {len(plan.cases)} cases: {_counts(state)}")
 
 
+def _run_known_issues(state: Run, sessions: Sequence[Session], progress: Progress) -> None:
+    """Runs the case of each known issue: one that does not show it is a finding."""
+    for target, session in zip(state.targets, sessions, strict=True):
+        for issue in session.known_issues:
+            if issue.check not in state.plan.check_names or target.stopped:
+                continue
+            result = session.run(parse_case(issue.case))
+            if issue not in result.known:
+                stale = issue.no_longer_fails(target.description.name)
+                result = dataclasses.replace(result, status=FINDING, findings=(*result.findings, stale))
+            target.beyond_list.append(result)
+            _note_findings(target, result, progress)
+
+
 def _steer(state: Run, sessions: Sequence[Session], progress: Progress, database: Path, ends_at: float) -> None:
     """Lets hypothesis draw cases until the time is up."""
     # Read where hypothesis is imported: it writes what it ran beside its database, a line of JSON for each case.
@@ -156,12 +175,12 @@ def _steer(state: Run, sessions: Sequence[Session], progress: Progress, database
     targets = dict(zip(sessions, state.targets, strict=True))
 
     def note(session: Session, result: CaseResult) -> None:
-        targets[session].steered.append(result)
+        targets[session].beyond_list.append(result)
         _note_findings(targets[session], result, progress)
 
     steering = Steering(sessions, database / "examples", state.plan.devices.count, ends_at, note)
     steering.run(state.plan.steering_seed)
-    drawn = max((len(target.steered) for target in state.targets), default=0)
+    drawn = max((len(target.beyond_list) for target in state.targets), default=0)
     progress(f"hypothesis drew {drawn} cases; {steering.num_luck} excesses did not show again on other data")
     if missed := sorted(set(EVENTS) - set(steering.events)):
         progress(f"events that none of them reached: {', '.join(missed)}")

@@ -7,6 +7,7 @@ May touch: worker processes, checks; never JAX. Tests: tests/conformance/test_se
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -21,6 +22,7 @@ from conformance.devices import Devices
 from conformance.evidence import Evidence
 from conformance.finding import Finding
 from conformance.inputs import NUM_DRAWS
+from conformance.known_issues import KnownIssue
 from conformance.problem import Case
 from conformance.process import Reply, Worker, WorkerLost
 from conformance.target import TargetDescription, TargetError
@@ -38,7 +40,10 @@ class HarnessError(Exception):
 
 @dataclass(frozen=True)
 class CaseResult:
-    """What one target did on one case. `shares` is by (check, tensor); `reason` says why declined or inconclusive."""
+    """What one target did on one case. `shares` is by (check, tensor); `reason` says why declined or inconclusive.
+
+    `known` are issues that are known of the target and that the case showed; they are not among the findings.
+    """
 
     case: Case
     status: str
@@ -47,13 +52,20 @@ class CaseResult:
     reason: str = ""
     details: tuple[Detail, ...] = ()
     figures: Mapping[str, float] = field(default_factory=dict)
+    known: tuple[KnownIssue, ...] = ()
 
 
 class Session:
     """Runs cases on one target. `check_names` are keys of `CHECKS`."""
 
-    def __init__(self, spec: str, devices: Devices, check_names: tuple[str, ...] = tuple(CHECKS)) -> None:
-        """Starts the worker.
+    def __init__(
+        self,
+        spec: str,
+        devices: Devices,
+        check_names: tuple[str, ...] = tuple(CHECKS),
+        known_issues: tuple[KnownIssue, ...] = (),
+    ) -> None:
+        """Starts the worker. `known_issues` are those of this target.
 
         Raises:
             TargetError: the target does not load.
@@ -65,6 +77,7 @@ class Session:
         self._workers: dict[bool, Worker] = {False: Worker(spec, devices)}
         self.description: TargetDescription = self._workers[False].description
         self.workers_lost = 0
+        self.known_issues = known_issues
         self._confirmed: set[tuple[str, str]] = set()
         self._case = Case()
         self._reply: Reply | WorkerLost | None = None
@@ -95,7 +108,10 @@ class Session:
         return isinstance(self._reply, WorkerLost) and not self._is_confirmed(self._reply)
 
     def judge(self) -> CaseResult:
-        """The result of the case, for a session that is ready."""
+        """The result of the case, for a session that is ready; what is known of the target is no finding."""
+        return self._without_known(self._judge())
+
+    def _judge(self) -> CaseResult:
         case, reply = self._case, self._reply
         if self._refusal is not None or reply is None:
             return CaseResult(case, DECLINED, reason=self._refusal or "not started")
@@ -173,6 +189,13 @@ class Session:
             figures |= outcome.figures
         status = FINDING if findings else CONFORMS
         return CaseResult(case, status, tuple(findings), shares, details=tuple(details), figures=figures)
+
+    def _without_known(self, result: CaseResult) -> CaseResult:
+        known = tuple(issue for issue in self.known_issues if any(map(issue.explains, result.findings)))
+        if not known:
+            return result
+        left = tuple(finding for finding in result.findings if not any(issue.explains(finding) for issue in known))
+        return dataclasses.replace(result, status=FINDING if left else CONFORMS, findings=left, known=known)
 
     def _asked(self, case: Case) -> tuple[str, ...]:
         """The checks that have a question about this case."""

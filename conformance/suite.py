@@ -17,6 +17,7 @@ from conformance.case_text import parse_case
 from conformance.checks import CHECKS
 from conformance.devices import Devices
 from conformance.finding import Finding
+from conformance.known_issues import BUNDLED, issues_of, load_known_issues
 from conformance.problem import Case
 from conformance.process import HANGS
 from conformance.runner import SHRINK_EXECUTIONS
@@ -104,7 +105,8 @@ class Suite:
 
     def _session(self, target: str) -> Session:
         if target not in self._sessions:
-            self._sessions[target] = Session(target, self._devices)
+            known = issues_of(target, load_known_issues(BUNDLED))
+            self._sessions[target] = Session(target, self._devices, known_issues=known)
         return self._sessions[target]
 
     def _told(self, target: str, check: str, findings: list[Finding]) -> str:

@@ -127,6 +127,12 @@ def _limits(target: TargetRun, run: Run, counts: dict[str, int]) -> list[str]:
     taken = [result.case.problem for result in target.all_results if result.status != DECLINED]
     if done > counts[DECLINED] > done / 2:
         limits.append(f"declined more than half of the cases ({counts[DECLINED]} of {done})")
+    shown = Counter(issue for result in target.all_results for issue in result.known)
+    for issue, cases in shown.items():
+        where = f" ({issue.address})" if issue.address else ""
+        limits.append(
+            f"known, on {cases} cases: {issue.check} of {issue.tensor} {issue.signature}: {issue.note}{where}"
+        )
     if target.stopped:
         limits.append(f"stopped early: {target.stopped}")
     if of.precision:

@@ -15,6 +15,7 @@ import pytest
 from conformance import cli
 from conformance.case_list import case_list, list_hash
 from conformance.case_text import parse_case
+from conformance.checks import CHECKS
 from conformance.devices import Devices
 from conformance.runner import Plan, Run, TargetRun
 from conformance.session import CONFORMS, CaseResult, HarnessError
@@ -65,7 +66,7 @@ def test_run_without_a_target_checks_the_bundled_halo_and_all_gather(plans: list
     assert plan.targets == ("conformance.targets.bundled:halo", "conformance.targets.bundled:all_gather"), "both"
     assert plan.cases == _list("quick", 0, None, 16), "the quick list of 16 devices"
     assert plan.covering == _list("quick", 0, 0, 16), "the covering list and the models are never cut"
-    assert plan.check_names == ("contract", "output", "residuals", "gradients", "exact"), "every check"
+    assert plan.check_names == tuple(CHECKS), "every check"
     assert (plan.devices, plan.seconds, plan.shrink_findings) == (Devices("cpu", 16), None, True), "the defaults"
 
 

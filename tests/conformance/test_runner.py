@@ -12,6 +12,7 @@ from conformance import lanes, runner
 from conformance.case_text import format_case, parse_case
 from conformance.devices import Devices
 from conformance.finding import Finding
+from conformance.known_issues import KnownIssue
 from conformance.problem import Case
 from conformance.process import HANGS
 from conformance.runner import SHRINK_EXECUTIONS, Plan, Run, run
@@ -32,6 +33,7 @@ class _Session:
     def __init__(self, name: str, behaves: Behaviour) -> None:
         self.description = TargetDescription(name, name)
         self.needs_quiet = False
+        self.known_issues: tuple[KnownIssue, ...] = ()
         self.behaves = behaves
         self.workers_lost = 0
         self.ran: list[str] = []
@@ -65,7 +67,7 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Run, dict[str, _
         sessions: dict[str, _Session] = {}
         lines: list[str] = []
 
-        def session(spec: str, devices: Devices, check_names: tuple[str, ...]) -> _Session:
+        def session(spec: str, devices: Devices, check_names: tuple[str, ...], known: Any) -> _Session:
             return sessions.setdefault(spec, _Session(spec, behaviours[spec]))
 
         monkeypatch.setattr(runner, "Session", session)
@@ -253,7 +255,7 @@ def test_an_interrupt_while_shrinking_keeps_the_smallest_case_so_far(job: Any) -
 def test_a_target_that_does_not_load_ends_the_run_before_it_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[_Session] = []
 
-    def session(spec: str, devices: Devices, check_names: tuple[str, ...]) -> _Session:
+    def session(spec: str, devices: Devices, check_names: tuple[str, ...], known: Any) -> _Session:
         if spec == "second":
             raise TargetError("no such module")
         opened.append(_Session(spec, _conforms))
@@ -276,6 +278,34 @@ def test_an_error_of_the_harness_ends_the_workers_too(job: Any) -> None:
     with pytest.raises(ArithmeticError):
         job(_CASES, target=fails)
     assert sessions["target"].closed == 1, "no process is left"
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_the_case_of_a_known_issue_is_run_every_time_and_must_show_it(
+    monkeypatch: pytest.MonkeyPatch, shown: bool
+) -> None:
+    text = "v=1 seq_len=8 sliding_window_size=3 seed=77"
+    issue = KnownIssue("m:t", "numpy", ("1",), "output", "out", "is wrong", text, "reported")
+
+    def behaves(case: Case, _: _Session) -> CaseResult:
+        known = (issue,) if shown and format_case(case) == text else ()
+        return dataclasses.replace(_conforms(case, _), known=known)
+
+    def session(spec: str, devices: Devices, check_names: tuple[str, ...], known: Any) -> _Session:
+        made = _Session(spec, behaves)
+        made.known_issues = known
+        return made
+
+    monkeypatch.setattr(runner, "Session", session)
+    monkeypatch.setattr(runner, "issues_of", lambda spec, known: known)
+    monkeypatch.setattr(lanes, "answer_for", lambda *args: None)
+    plan = Plan(("m:t",), _CASES[:2], (), Devices("cpu", 8), ("contract", "output"), known_issues=(issue,))
+    state = run(plan, lambda line: None)
+    (target,) = state.targets
+    assert [format_case(result.case) for result in target.beyond_list] == [text], "beside the list"
+    assert len(target.results) == 2, "which is not changed"
+    stale = [finding.signature for finding in target.smallest.values()]
+    assert stale == ([] if shown else ["a known issue no longer fails: is wrong"]), "silence would hide a new fault"
 
 
 def test_a_plan_is_plain_data() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from conformance.case_text import parse_case
 from conformance.checks import Check
 from conformance.devices import Devices
 from conformance.evidence import Evidence
+from conformance.known_issues import KnownIssue
 from conformance.process import WorkerLost
 from conformance.session import CONFORMS, DECLINED, FINDING, INCONCLUSIVE, HarnessError, Session
 from conformance.target import TargetDescription, TargetError
@@ -96,6 +98,20 @@ def test_a_wrong_answer_is_a_finding_beside_the_shares(start: Any, right_evidenc
     assert result.status == FINDING, "out is off by one"
     assert [found.tensor for found in result.findings] == ["out"], "and out alone"
     assert result.shares["gradients", "dkey"] == 0, "the rest was looked at too"
+
+
+def test_what_is_known_of_a_target_is_no_finding_and_is_said(
+    monkeypatch: pytest.MonkeyPatch, right_evidence: Build
+) -> None:
+    wrong = _wrong(right_evidence(_CASE))
+    monkeypatch.setattr(session, "Worker", _Script(wrong, wrong))
+    (found,) = Session("m:t", Devices("cpu", 8)).run(_CASE).findings
+    issue = KnownIssue("m:t", "numpy", ("1",), found.check, found.tensor, found.signature, found.case, "reported")
+    result = Session("m:t", Devices("cpu", 8), known_issues=(issue,)).run(_CASE)
+    assert (result.status, result.findings, result.known) == (CONFORMS, (), (issue,)), "hidden, not forgotten"
+    other = dataclasses.replace(issue, signature="is wrong elsewhere")
+    monkeypatch.setattr(session, "Worker", _Script(wrong))
+    assert Session("m:t", Devices("cpu", 8), known_issues=(other,)).run(_CASE).status == FINDING, "another kind"
 
 
 def test_a_decline_carries_its_reason_and_nothing_else(start: Any) -> None:

@@ -38,7 +38,7 @@ def ask(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Suite, _Session]
 
     def begin(behaves: Callable[[Case], CaseResult]) -> Any:
         session = _Session(behaves)
-        monkeypatch.setattr(suite, "Session", lambda spec, devices: session)
+        monkeypatch.setattr(suite, "Session", lambda spec, devices, known_issues: session)
         features = ("sinks=true", "attn_logits_soft_cap=5.0")
         cases = [f"v=1 seq_len=16 sliding_window_size=3 {feature}" for feature in features]
         made = tuple(parse_case(f"{text} seed={seed}") for text in cases for seed in (1, 2))
