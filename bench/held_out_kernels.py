@@ -1,6 +1,6 @@
 """How much of its allowance each real kernel needs, of those that had no part in choosing the budget's constants.
 
-    python bench/held_out_kernels.py [--seeds N]
+    python bench/held_out_kernels.py [--seeds N] [--kinds plain,peaked,...] [--dtypes float32,bfloat16]
 
 jax.nn.dot_product_attention and JAX splash attention (interpreted, fused and unfused backward) on one CPU device, for
 each dtype and kind of values, at seeds that the calibration never saw. A share above 1 would be a false alarm.
@@ -35,9 +35,12 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=2, help="seeds for each shape and kind of values")
+    parser.add_argument("--kinds", default=",".join(KINDS), help="kinds of values, comma-separated")
+    parser.add_argument("--dtypes", default="float32,bfloat16", help="dtypes, comma-separated")
     arguments = parser.parse_args()
+    dtypes, kinds = arguments.dtypes.split(","), arguments.kinds.split(",")
     print(f"{'kernel':15} {'dtype':9} {'values':11} " + " ".join(f"{tensor:>7}" for tensor in TENSORS))
-    for (name, kernel), dtype, kind in itertools.product(KERNELS.items(), ("float32", "bfloat16"), KINDS):
+    for (name, kernel), dtype, kind in itertools.product(KERNELS.items(), dtypes, kinds):
         largest: dict[str, float] = {}
         for shape, seed in itertools.product(SHAPES, range(FIRST_SEED, FIRST_SEED + arguments.seeds)):
             for tensor, size in measured(name, kernel, kind, seed, dtype, shape).items():

@@ -3,7 +3,7 @@
     python bench/tracing.py [--longest 1048576]
 
 A LOCAL_SLIDING layer with W = 1024 on 8 ranks, forward and gradients, from abstract arrays: equations of its jaxpr,
-bytes of its StableHLO, seconds, for each local kernel. Beside them the tables that JAX splash attention builds on the
+bytes of its StableHLO, seconds of processor, for each local kernel. Beside them the tables that JAX splash attention builds on the
 host for one rank's rows and their halo, where it is given a mask (`make_splash_mha`) instead of visited blocks.
 Prints a Markdown table for docs/strategies.md.
 """
@@ -29,7 +29,7 @@ import impl  # noqa: E402
 
 
 class Cost(NamedTuple):
-    """What one program, or one mask, costs before anything is compiled."""
+    """What one program, or one mask, costs before anything is compiled; seconds of processor."""
 
     counts: str
     seconds: float
@@ -73,10 +73,10 @@ def layer(seq_len: int, local_kernel: str) -> Cost:
         out, vjp = jax.vjp(attention, query, key, value)
         return out, vjp(dout)
 
-    started_at = time.perf_counter()
+    started_at = time.process_time()
     traced = jax.jit(step).trace(abstract(HEADS), abstract(KV_HEADS), abstract(KV_HEADS), abstract(HEADS))
     text = traced.lower().as_text()
-    seconds = time.perf_counter() - started_at
+    seconds = time.process_time() - started_at
     return Cost(f"{equations(traced.jaxpr.jaxpr):,}, {len(text) / 2**10:,.0f} KiB", seconds)
 
 
@@ -98,11 +98,11 @@ def splash_tables(seq_len: int) -> Cost:
         block_q=block, block_kv=block, block_kv_compute=block, block_q_dkv=block, block_kv_dkv=block,
         block_kv_dkv_compute=block, block_q_dq=block, block_kv_dq=block,
     )  # fmt: skip
-    started_at = time.perf_counter()
+    started_at = time.process_time()
     kernel = splash.make_splash_mha(
         splash_mask.MultiHeadMask([local] * HEADS), head_shards=1, q_seq_shards=1, block_sizes=sizes
     )
-    seconds = time.perf_counter() - started_at
+    seconds = time.process_time() - started_at
     tables = sum(leaf.nbytes for leaf in jax.tree.leaves(kernel) if hasattr(leaf, "nbytes"))
     blocks = (rows // block) * ((rows + WINDOW) // block)
     return Cost(f"{blocks:,}, {tables / 2**10:,.0f} KiB", seconds)

@@ -49,11 +49,19 @@ def every_place(case, positions):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize(("dtype", "structured"), [("bfloat16", False), ("bfloat16", True), ("float32", False)])
-def test_every_place_has_the_dense_answer_and_the_budgets_allowances(case, monkeypatch, variant, dtype, structured):
+@pytest.mark.parametrize(
+    ("precision", "options"),
+    [
+        (Precision("bfloat16"), {}),
+        (Precision("bfloat16", rounded_partials=True), {"structured_values": True}),
+        (Precision("float32"), {"structured_values": False}),
+    ],
+    ids=["bfloat16", "bfloat16, partials, structured", "float32"],
+)
+def test_every_place_has_the_dense_answer_and_the_budgets_allowances(case, monkeypatch, variant, precision, options):
     monkeypatch.setattr("oracle.probe.READER_PAIRS", 1)  # runs of 16 readers: several for each key
     case = case(variant)
-    options = {"precision": Precision(dtype), "structured_values": structured}
+    options = {"precision": precision, **options}
     answer, allowed = answer_with_allowances(**case, **options)
     places = every_place(case, [0, 1, 36, 37, 74, 75, 110, 150, 151, SEQ - 1])
     seen = []
