@@ -3,8 +3,9 @@
     python bench/tracing.py [--longest 1048576]
 
 A LOCAL_SLIDING layer with W = 1024 on 8 ranks, forward and gradients, from abstract arrays: equations of its jaxpr,
-bytes of its StableHLO, seconds of processor, for each local kernel. Beside them the tables that JAX splash attention builds on the
-host for one rank's rows and their halo, where it is given a mask (`make_splash_mha`) instead of visited blocks.
+bytes of its StableHLO, seconds of processor, for each local kernel. Beside them the tables that JAX splash attention
+builds on the host for one rank's rows and their halo, where it is given a mask (`make_splash_mha`) instead of visited
+blocks.
 Prints a Markdown table for docs/strategies.md.
 """
 
