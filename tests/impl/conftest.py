@@ -218,13 +218,21 @@ COLLECTIVE = re.compile(
 
 
 def bytes_received_in_hlo(hlo: str, devices: int) -> int:
-    """What all but all-reduces of a compiled program bring to the device that receives most. A loop's body counts as
-    often as the loop runs, which XLA must have found out."""
+    """What all but all-reduces of a compiled program bring to the device that receives most. A scan's body counts as
+    often as it runs."""
     # A computation runs from its header to the next: a kernel's attributes may hold lines of any form.
     _, *parts = re.split(r"(?m)^(?:ENTRY )?%(\S+) \(.*\{$", hlo)
     computations = dict(zip(parts[::2], parts[1::2], strict=True))
     entry = re.search(r"(?m)^ENTRY %(\S+) ", hlo)
     assert entry is not None, "every HLO module has an entry computation"
+
+    def trips(line: str) -> int:
+        condition = re.search(r"condition=%([^\s,)]+)", line)
+        if condition is None:
+            return 1
+        # A scan counts from 0 by 1 while it is below its length, the only number in its condition.
+        (length,) = re.findall(r"= s32\[\]\S* constant\((\d+)\)", computations[condition[1]])
+        return int(length)
 
     def reaches(device: int, name: str) -> int:
         total = 0
@@ -232,9 +240,7 @@ def bytes_received_in_hlo(hlo: str, devices: int) -> int:
             if collective := COLLECTIVE.search(line):
                 total += _bytes_of_collective(collective, line, device)
             inner = re.findall(r"(?:body|calls|to_apply)=%([^\s,)]+)", line)
-            trips = re.search(r'known_trip_count":\{"n":"(\d+)"', line)
-            assert trips or " while(" not in line, f"a loop of unknown length: {line}"
-            total += (int(trips[1]) if trips else 1) * sum(reaches(device, called) for called in inner)
+            total += trips(line) * sum(reaches(device, called) for called in inner)
         return total
 
     return max(reaches(device, entry[1]) for device in range(devices))
