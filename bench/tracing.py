@@ -19,14 +19,14 @@ RANKS, HEADS, KV_HEADS, HEAD_DIM, WINDOW = 8, 8, 4, 256, 1024
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={RANKS}"
 
-import jax  # noqa: E402  # after its environment
-import jax.numpy as jnp  # noqa: E402
-import numpy as np  # noqa: E402
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash  # noqa: E402
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash_mask  # noqa: E402
-from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
+import jax  # after its environment
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash_mask
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-import impl  # noqa: E402
+import impl
 
 
 class Cost(NamedTuple):
