@@ -16,8 +16,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 RANKS, HEADS, KV_HEADS, HEAD_DIM, WINDOW = 8, 8, 4, 256, 1024
-os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={RANKS}"
+os.environ.update(JAX_PLATFORMS="cpu", XLA_FLAGS=f"--xla_force_host_platform_device_count={RANKS}")
 
 import jax  # after its environment
 import jax.numpy as jnp
