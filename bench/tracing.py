@@ -15,8 +15,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-RANKS, HEADS, KV_HEADS, HEAD_DIM, WINDOW = 8, 8, 4, 256, 1024
-os.environ.update(JAX_PLATFORMS="cpu", XLA_FLAGS=f"--xla_force_host_platform_device_count={RANKS}")
+os.environ.update(JAX_PLATFORMS="cpu", XLA_FLAGS="--xla_force_host_platform_device_count=8")
 
 import jax  # after its environment
 import jax.numpy as jnp
@@ -26,6 +25,8 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import impl
+
+RANKS, HEADS, KV_HEADS, HEAD_DIM, WINDOW = 8, 8, 4, 256, 1024
 
 
 class Cost(NamedTuple):
