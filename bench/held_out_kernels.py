@@ -38,7 +38,8 @@ def main() -> None:
     parser.add_argument("--kinds", default=",".join(KINDS), help="kinds of values, comma-separated")
     parser.add_argument("--dtypes", default="float32,bfloat16", help="dtypes, comma-separated")
     arguments = parser.parse_args()
-    dtypes, kinds = arguments.dtypes.split(","), arguments.kinds.split(",")
+    dtypes: list[str] = arguments.dtypes.split(",")
+    kinds: list[str] = arguments.kinds.split(",")
     print(f"{'kernel':15} {'dtype':9} {'values':11} " + " ".join(f"{tensor:>7}" for tensor in TENSORS))
     for (name, kernel), dtype, kind in itertools.product(KERNELS.items(), dtypes, kinds):
         largest: dict[str, float] = {}
