@@ -6,7 +6,7 @@ plans are not looked at. May touch: problem. Tests: tests/conformance/test_check
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -69,7 +69,7 @@ def wire_plan(problem: Problem, communication: str, halo_row_multiple: int = 1, 
     if problem.ulysses_parallelism > 1:
         exchanged = _head_exchange(problem, shape, problem.ulysses_parallelism, ("ulysses",))
         forward, backward = forward + exchanged[0], backward + exchanged[1]
-    return WirePlan(tuple(_joined(forward)), tuple(_joined(backward + _sums(problem, shape))))
+    return WirePlan(joined(forward), joined(backward + _sums(problem, shape)))
 
 
 _Both = tuple[list[Allowance], list[Allowance]]
@@ -185,14 +185,21 @@ def _sums(problem: Problem, shape: _Shape) -> list[Allowance]:
     return sums
 
 
-def _joined(allowances: list[Allowance]) -> Iterator[Allowance]:
-    """Those for the same kinds made one, since a collective cannot be told to be for the one or the other."""
-    by_kind: dict[tuple[str, tuple[str, ...]], list[Allowance]] = {}
+def joined(allowances: Iterable[Allowance]) -> tuple[Allowance, ...]:
+    """Those for the same kind made one, since a collective cannot be told to be for the one or the other.
+
+    What goes over the tensor axis is kept apart from what goes over the sequence's axes.
+    """
+    members: dict[tuple[str, bool], list[Allowance]] = {}
     for allowance in allowances:
-        tensor = "tensor" if "tensor" in allowance.axes else "sequence"
         for kind in allowance.kinds:
-            by_kind.setdefault((tensor, (kind,)), []).append(allowance)
-    for (_, kinds), members in by_kind.items():
-        what = " and ".join(dict.fromkeys(member.what for member in members))
-        axes = tuple(dict.fromkeys(axis for member in members for axis in member.axes))
-        yield Allowance(what, kinds, axes, sum(member.bytes for member in members))
+            members.setdefault((kind, "tensor" in allowance.axes), []).append(allowance)
+    return tuple(
+        Allowance(
+            " and ".join(dict.fromkeys(one.what for one in alike)),
+            (kind,),
+            tuple(dict.fromkeys(axis for one in alike for axis in one.axes)),
+            sum(one.bytes for one in alike),
+        )
+        for (kind, _), alike in members.items()
+    )

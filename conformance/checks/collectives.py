@@ -18,7 +18,7 @@ from conformance.evidence import Evidence
 from conformance.finding import Finding
 from conformance.hlo import HOST, Collective
 from conformance.problem import Problem
-from conformance.wire_plan import Allowance, halo_rows, wire_plan
+from conformance.wire_plan import Allowance, WirePlan, halo_rows, joined, wire_plan
 
 TENSORS = ("forward", "backward")
 # What XLA names a collective after that the target itself wrote.
@@ -50,14 +50,15 @@ def check(evidence: Evidence) -> Outcome:
     problem = evidence.case.problem
     multiple = evidence.target.halo_row_multiple
     traced = [_of_traced(collective, problem) for collective in facts["traced"]]
-    compiled = [_of_compiled(collective, problem) for collective in facts["compiled"]]
+    # Every callback of the target's stands in the traced program; others are the interpreter's, of a TPU kernel on CPU.
+    compiled = [_of_compiled(one, problem) for one in facts["compiled"] if one["kind"] != "host callback"]
     shares: dict[str, float] = {}
     findings: dict[tuple[str, str], Finding] = {}
     for sent, widened in ((traced, False), (compiled, True)):
         plan = wire_plan(problem, claim, multiple, widened=widened)
         for tensor in TENSORS:
             judged = _Judgement(evidence, tensor, claim)
-            judged.judge(sent, plan.forward if tensor == "forward" else plan.backward)
+            judged.judge(sent, plan)
             if tensor == "forward" or evidence.message.get("raised") is None:
                 shares[tensor] = max(shares.get(tensor, 0.0), judged.share)
             findings = judged.findings | findings
@@ -83,8 +84,8 @@ class _Judgement:
         self.share = 0.0
         self.findings: dict[tuple[str, str], Finding] = {}
 
-    def judge(self, sent: Iterable[_Sent], plan: Sequence[Allowance]) -> None:
-        """Every phase on its own, but sums, which XLA may join over phases."""
+    def judge(self, sent: Iterable[_Sent], plan: WirePlan) -> None:
+        """Every phase on its own, but sums, which XLA may join over calls."""
         by_phase: dict[str, list[_Sent]] = {}
         for one in sent:
             is_backward = one.phase.startswith("backward/")
@@ -92,13 +93,15 @@ class _Judgement:
                 by_phase.setdefault(one.phase, []).append(one)
         calls = len(self._evidence.calls)
         for phase, members in by_phase.items():
+            allowances = plan.backward if self._tensor == "backward" else plan.forward
+            if phase == "":  # XLA has not kept where it came from: it may be of any phase
+                allowances = joined([*plan.forward, *plan.forward, *plan.backward])
             for kind, axes in sorted({(one.kind, one.axes) for one in members}):
-                self._judge_kind(kind, axes, members, plan)
-            for allowance in plan:
-                # A collective without a phase may belong to any of them; and XLA joins the sums of several calls.
-                joins = phase == "" or "all-reduce" in allowance.kinds
+                self._judge_kind(kind, axes, members, allowances)
+            for allowance in allowances:
                 fitting = [one for one in members if _fits(one, allowance)]
-                self._judge_bytes(fitting, allowance, calls * (2 if phase == "" else 1) if joins else 1)
+                over_calls = phase == "" or "all-reduce" in allowance.kinds
+                self._judge_bytes(fitting, allowance, calls if over_calls else 1)
 
     def _judge_kind(self, kind: str, axes: tuple[str, ...], members: list[_Sent], plan: Sequence[Allowance]) -> None:
         mine = [one for one in members if (one.kind, one.axes) == (kind, axes)]

@@ -6,6 +6,7 @@ Expected bytes are worked out by hand, from the window and the shapes.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -96,10 +97,68 @@ def test_a_target_that_claims_nothing_is_not_judged(judged: Judged) -> None:
 
 
 def test_a_kernel_that_sends_by_itself_is_not_taken_for_one_that_sends_nothing() -> None:
-    facts = {"traced": [], "compiled": [], "narrow_sums": [], "remote_copies": 2}
+    assert _made_up(remote_copies=2) == Outcome(), "nothing is known, so nothing conforms"
+
+
+def _made_up(**facts: Any) -> Outcome:
+    """The judgement of a halo whose programs have these facts."""
     description = TargetDescription("m:t", "t", communication="halo")
-    evidence = Evidence(description, parse_case(_CASE), {"facts": facts}, {})
-    assert CHECKS["collectives"].run(evidence) == Outcome(), "nothing is known, so nothing conforms"
+    message = {"facts": {"traced": [], "compiled": [], "narrow_sums": [], "remote_copies": 0} | facts}
+    return CHECKS["collectives"].run(Evidence(description, parse_case(_CASE), message, {}))
+
+
+def _permute(phase: str, rows: int, trips: int | None = 1, op_name: str = "x/ppermute") -> dict[str, Any]:
+    """A collective of a compiled program: so many rows of two heads of 16 float32 features, from rank 0 to rank 1."""
+    return {
+        "kind": "collective-permute",
+        "dtypes": ["f32"],
+        "bytes": rows * 2 * 16 * 4,
+        "pairs": [[0, 1]],
+        "groups": [],
+        "trips": trips,
+        "op_name": op_name,
+        "phase": phase,
+    }
+
+
+def test_each_phase_has_its_own_bound() -> None:
+    five_each = [_permute(phase, 5) for phase in ("primal/attention", "forward/attention", "backward/attention")]
+    assert _made_up(compiled=five_each).findings == (), "5 rows is what the window reaches, each time"
+    (finding,) = _made_up(compiled=[_permute("primal/attention", 4), _permute("primal/attention", 2)]).findings
+    assert (finding.expected, finding.got) == (5 * 128, 6 * 128), "together they are one row too many"
+    assert finding.reading == (
+        "the forward of a target that claims halo sends too much by collective-permute"
+        " 768 bytes reach a device, the rows that the window reaches are 640"
+    ), "a sentence"
+
+
+def test_what_lost_its_phase_may_be_of_any_and_still_has_a_bound() -> None:
+    assert _made_up(compiled=[_permute("", 15)]).findings == (), "a primal, a forward and a backward"
+    assert _kinds(_made_up(compiled=[_permute("", 16)])) == {("forward", "sends too much by collective-permute")}, (
+        "more"
+    )
+
+
+def test_what_stands_in_a_loop_without_a_known_end_has_no_bound() -> None:
+    outcome = _made_up(compiled=[_permute("backward/attention", 1, trips=None)])
+    assert _kinds(outcome) == {("backward", "uses collective-permute in a loop without a known end")}, "not guessed"
+
+
+def test_a_permute_over_another_axis_is_told_from_one_too_many() -> None:
+    across = parse_case(f"{_CASE} data_parallelism=2 batch=2")
+    description = TargetDescription("m:t", "t", communication="halo")
+    # Devices are numbered data first: 0 and 4 are the two data shards of rank 0.
+    one = _permute("primal/attention", 1) | {"pairs": [[0, 4]]}
+    facts = {"traced": [], "compiled": [one], "narrow_sums": [], "remote_copies": 0}
+    outcome = CHECKS["collectives"].run(Evidence(description, across, {"facts": facts}, {}))
+    assert _kinds(outcome) == {("forward", "uses collective-permute over another axis")}, "over data"
+
+
+def test_callbacks_of_an_interpreted_kernel_are_not_the_targets() -> None:
+    callback = _permute("primal/attention", 0) | {"kind": "host callback", "pairs": []}
+    assert _made_up(compiled=[callback]).findings == (), "the traced program has none"
+    traced = {**callback, "axes": [], "group_size": None}
+    assert _kinds(_made_up(traced=[traced])) == {("forward", "talks to the host")}, "it has one"
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from gathered import Gathered, attend, visible
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -152,26 +151,6 @@ class _FailsOnWindows(_Permissive):
         return super().attention(*arrays, problem=problem, **context)
 
 
-class _BakesItsMask(Halo):
-    """Right, but its program holds a mask of the whole sequence as a constant."""
-
-    def attention(self, query: Any, *arrays: Any, problem: Any, **context: Any) -> Any:
-        """out, by the target contract."""
-        mask = np.tri(problem.seq_len, dtype=np.float32)
-        used = jnp.asarray(mask)[:, 0][None, :, None, None].astype(query.dtype)
-        return super().attention(query * used, *arrays, problem=problem, **context)
-
-
-class _Unrolled(Halo):
-    """Right, but its program has an equation for every few rows."""
-
-    def attention(self, query: Any, *arrays: Any, problem: Any, **context: Any) -> Any:
-        """out, by the target contract."""
-        for _ in range(problem.seq_len // 8):
-            query = query + 0
-        return super().attention(query, *arrays, problem=problem, **context)
-
-
 @dataclass(frozen=True)
 class _Banded(Halo):
     """The halo by hand, query block by query block: its cost follows the window."""
@@ -221,5 +200,3 @@ accepts_any_window = _Permissive(name="accepts_any_window")
 fails_on_windows = _FailsOnWindows(name="fails_on_windows")
 banded = _Banded(name="banded")
 dense_on_a_rank = Halo(name="dense_on_a_rank")
-bakes_its_mask = _BakesItsMask(name="bakes_its_mask")
-unrolled = _Unrolled(name="unrolled")

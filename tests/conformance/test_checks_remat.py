@@ -1,0 +1,86 @@
+"""What runs twice under rematerialisation, and whether the gradients are then the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from conformance.case_text import parse_case
+from conformance.checks import CHECKS, Outcome
+from conformance.evidence import Evidence
+
+Judged = Callable[[str, str, str], Outcome]
+Build = Callable[..., Evidence]
+
+_TEXT = "v=1 seq_len=16 sliding_window_size=4 num_query_heads=2 num_kv_heads=2 seed=13"
+_CASE = parse_case(_TEXT)
+_ONCE, _TWICE = {"matmul_flops": 300, "sent_bytes": 30}, {"matmul_flops": 400, "sent_bytes": 40}
+_FACTS = {"plain": _ONCE, "nothing saved": _TWICE, "names saved": _ONCE}
+
+
+def _judge(right_evidence: Build, facts: Any, changed: dict[str, float] | None = None) -> Outcome:
+    """The judgement of right arrays, but that `changed` is added to some of them."""
+    right = right_evidence(_CASE).arrays
+    arrays = {
+        f"remat/{program}/{tensor}": np.array(right[f"0/attention/{tensor}"])
+        for program in facts
+        if program != "plain" and "raised" not in facts[program]
+        for tensor in ("out", "dquery", "dkey", "dvalue")
+    }
+    for name, error in (changed or {}).items():
+        arrays[name] = arrays[name] + error
+    return CHECKS["remat"].run(right_evidence(_CASE, arrays, {"misplaced": {}, "remat": facts}))
+
+
+def _kinds(outcome: Outcome) -> set[tuple[str, str]]:
+    return {(finding.tensor, finding.signature) for finding in outcome.findings}
+
+
+def test_saved_residuals_and_the_same_gradients_are_right(right_evidence: Build) -> None:
+    outcome = _judge(right_evidence, _FACTS)
+    assert outcome.findings == (), "nothing runs twice where it need not"
+    assert set(outcome.shares) == {"program", "out", "dquery", "dkey", "dvalue"}, "all was looked at"
+
+
+def test_what_runs_or_travels_again_although_it_is_saved_is_a_finding(right_evidence: Build) -> None:
+    computes = ("program", "computes its forward again although its residuals are saved")
+    sends = ("program", "sends again although its residuals are saved")
+    for saved, expected in (
+        ({"matmul_flops": 301, "sent_bytes": 30}, {computes}),
+        ({"matmul_flops": 300, "sent_bytes": 31}, {sends}),
+        (_TWICE, {computes, sends}),
+    ):
+        assert _kinds(_judge(right_evidence, _FACTS | {"names saved": saved})) == expected, f"{saved}"
+
+
+def test_without_names_only_the_answer_is_judged(right_evidence: Build) -> None:
+    outcome = _judge(right_evidence, {"plain": _ONCE, "nothing saved": _TWICE})
+    assert outcome.findings == (), "everything may run twice"
+    assert "program" not in outcome.shares, "and the program is not said to conform"
+
+
+def test_a_gradient_that_rematerialising_changes_is_a_finding(right_evidence: Build) -> None:
+    outcome = _judge(right_evidence, _FACTS, {"remat/nothing saved/dkey": 1.0})
+    assert _kinds(outcome) == {("dkey", "is wrong under jax.checkpoint, nothing saved")}, "which, and when"
+    assert outcome.shares["dkey"] > 1 > outcome.shares["dquery"], "and that alone"
+
+
+def test_a_target_that_raises_under_rematerialisation_is_a_finding(right_evidence: Build) -> None:
+    outcome = _judge(right_evidence, _FACTS | {"names saved": {"raised": ["TypeError", "TypeError(1)"]}})
+    assert _kinds(outcome) == {("program", "raises TypeError under jax.checkpoint, names saved")}, "said"
+
+
+def test_a_target_that_saves_what_it_names_runs_its_forward_once(judged: Judged) -> None:
+    outcome = judged("conformance.targets.bundled:halo", f"{_TEXT} sinks=true", "remat")
+    assert outcome.findings == (), "the bundled halo names all its residuals"
+    assert set(outcome.shares) == {"program", "out", "dquery", "dkey", "dvalue", "dsinks"}, "all was looked at"
+
+
+def test_a_target_that_names_residuals_and_saves_none_is_found_out(judged: Judged) -> None:
+    assert _kinds(judged("sending:recomputes", _TEXT, "remat")) == {
+        ("program", "computes its forward again although its residuals are saved"),
+        ("program", "sends again although its residuals are saved"),
+    }, "the names are nobody's"
+    assert judged("sending:right_halo", _TEXT, "remat").findings == (), "the same target without names claims nothing"

@@ -1,0 +1,90 @@
+"""What a target's cost follows: right where it follows the window, a finding where it is a square of the sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from conformance.case_text import parse_case
+from conformance.checks import CHECKS, Outcome
+from conformance.evidence import Evidence
+from conformance.target import TargetDescription
+
+Judged = Callable[[str, str, str], Outcome]
+
+_CASE = "v=1 seq_len=16 sliding_window_size=4 num_query_heads=2 num_kv_heads=2 seed=21"
+_COSTS = {
+    "matmul_flops": 1000,
+    "elements": 1000,
+    "temporary_bytes": 1000,
+    "constant_bytes": 1000,
+    "equations": 100,
+    "unknown_loops": 0,
+    "xla_flops": 10.0,
+}
+
+
+def _made_up(communication: str | None = "halo", **longer: int) -> Outcome:
+    """The judgement of a target whose program costs fourfold on a sequence four times as long, but for `longer`."""
+    costs = {name: 4 * value for name, value in _COSTS.items()} | {"equations": 100} | longer
+    message = {"work": {"base": _COSTS, "longer": costs, "wider": {"matmul_flops": 2000}}}
+    description = TargetDescription("m:t", "t", communication=communication)
+    return CHECKS["work"].run(Evidence(description, parse_case(_CASE), message, {}))
+
+
+def test_costs_in_proportion_to_the_sequence_are_right() -> None:
+    outcome = _made_up()
+    assert outcome.findings == (), "fourfold, for four times as much to do"
+    assert outcome.shares == {"flops": 0.5, "memory": 0.5, "program": 0.5}, "half of what would be a finding"
+    assert outcome.figures["matmul_flops, window 4 times as wide"] == 2.0, "reported"
+
+
+@pytest.mark.parametrize(
+    ("measure", "value", "tensor"),
+    [
+        ("matmul_flops", 16000, "flops"),
+        ("elements", 16000, "memory"),
+        ("temporary_bytes", 16000, "memory"),
+        ("constant_bytes", 16000, "program"),
+        ("equations", 400, "program"),
+    ],
+)
+def test_each_cost_that_outgrows_the_sequence_is_a_finding_of_its_own(measure: str, value: int, tensor: str) -> None:
+    (finding,) = _made_up(**{measure: value}).findings
+    assert finding.tensor == tensor, "which cost"
+    assert "16" not in finding.signature, "a kind holds no numbers of a case"
+    assert f"{value:.4g}" in finding.reading, "the reading does"
+
+
+def test_only_a_halo_owes_it_and_the_others_figures_are_reported() -> None:
+    outcome = _made_up("all_gather", matmul_flops=16000)
+    assert outcome.findings == (), "it sees the whole sequence by its nature"
+    assert outcome.figures["matmul_flops, sequence 4 times as long"] == 16.0, "said"
+    assert not CHECKS["work"].is_claimed(TargetDescription("m:t", "t", communication="all_gather")), "not claimed"
+    assert CHECKS["work"].is_claimed(TargetDescription("m:t", "t", communication="halo")), "claimed"
+
+
+def test_a_longer_sequence_that_is_declined_is_not_judged_and_one_that_raises_is_a_finding() -> None:
+    halo = TargetDescription("m:t", "t", communication="halo")
+
+    def run(work: dict[str, Any]) -> Outcome:
+        return CHECKS["work"].run(Evidence(halo, parse_case(_CASE), {"work": work}, {}))
+
+    assert run({"declined": "too long"}) == Outcome(), "nothing was seen"
+    (finding,) = run({"raised": ["IndexError", "IndexError(9)"]}).findings
+    assert finding.signature == "raises IndexError on a longer sequence", "a right target does not"
+
+
+@pytest.mark.parametrize(
+    ("name", "tensors"),
+    [
+        ("banded", set()),
+        ("dense_on_a_rank", {"flops", "memory"}),
+    ],
+)
+def test_programs_are_compared_as_they_are_traced_and_compiled(judged: Judged, name: str, tensors: set[str]) -> None:
+    outcome = judged(f"sending:{name}", _CASE, "work")
+    assert {finding.tensor for finding in outcome.findings} == tensors, "what does not follow the window"
+    assert set(outcome.shares) == {"flops", "memory", "program"}, "all were looked at"
