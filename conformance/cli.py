@@ -20,16 +20,28 @@ from typing import Any
 
 from rich.console import Console
 
+from conformance.aot.command import DEFAULT_MODELS, compile_all, model_cases, to_json
+from conformance.aot.job import MISSING_LIBTPU, has_libtpu
+from conformance.aot.topologies import parse_topologies
 from conformance.case_list import STRENGTH, case_list, list_hash
 from conformance.case_text import format_case, parse_case
 from conformance.checks import CHECKS
 from conformance.devices import DEFAULT_DEVICES, Devices, parse_devices
 from conformance.finding import plain
 from conformance.known_issues import BUNDLED, KnownIssuesError, load_known_issues
-from conformance.problem import InvalidCase
-from conformance.report.json_report import FILE_NAME, prepare_directory, write_report
+from conformance.models import LAYERS
+from conformance.problem import LAYOUTS, InvalidCase
+from conformance.report.json_report import FILE_NAME, prepare_directory, write_json, write_report
 from conformance.report.terminal import print_details, print_run
-from conformance.report.verdict import EXIT_CANNOT_START, EXIT_HARNESS_FAILED, EXIT_INTERRUPTED, exit_status
+from conformance.report.verdict import (
+    EXIT_CANNOT_START,
+    EXIT_CONFORMS,
+    EXIT_FINDING,
+    EXIT_HARNESS_FAILED,
+    EXIT_INCONCLUSIVE,
+    EXIT_INTERRUPTED,
+    exit_status,
+)
 from conformance.runner import Plan, Run, run
 from conformance.target import TargetError
 
@@ -126,7 +138,23 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
     replay_parser.add_argument("case", metavar="CASE", help='the text of a case: "v=1 seq_len=64 …"')
     replay_parser.add_argument("target", nargs="?", default=_REPLAY_TARGET, metavar="TARGET")
     replay_parser.set_defaults(command=_replay)
-    known = [option for p in (run_parser, replay_parser) for option in p._option_string_actions]
+    aot_parser = commands.add_parser(
+        "aot", allow_abbrev=False, help="compile for a TPU that is not there: transfers, bytes, overlap, memory"
+    )
+    aot_parser.add_argument("targets", nargs="*", metavar="TARGET", help="default: the bundled halo and all_gather")
+    aot_parser.add_argument(
+        "--topology", default="v6e:2x4", metavar="NAME", help="like v6e:2x4 (the default), several with commas, or all"
+    )
+    aot_parser.add_argument(
+        "--models", default=",".join(DEFAULT_MODELS), metavar="A,B", help=f"default {','.join(DEFAULT_MODELS)}"
+    )
+    aot_parser.add_argument("--layers", default="local", metavar="A,B", help="local (the default), global, or both")
+    aot_parser.add_argument(
+        "--layouts", default="contiguous,dual_chunk_swap", metavar="A,B", help="default contiguous,dual_chunk_swap"
+    )
+    aot_parser.add_argument("--report", type=Path, metavar="DIR", help="write DIR/aot.json")
+    aot_parser.set_defaults(command=_aot)
+    known = [option for p in (run_parser, replay_parser, aot_parser) for option in p._option_string_actions]
     return parser, known
 
 
@@ -163,6 +191,31 @@ def _replay(options: argparse.Namespace) -> int:
     devices = _devices(options.mesh)
     plan = Plan((options.target,), (case,), (), devices, _checks(options.checks), shrink_findings=False)
     return _carry_out(plan, options, {"case": format_case(case)}, in_detail=True)
+
+
+def _aot(options: argparse.Namespace) -> int:
+    """1 on anything that a strategy forbids or that does not compile."""
+    if not has_libtpu():
+        raise _CannotStart(MISSING_LIBTPU)
+    chosen = {name: tuple(getattr(options, name).split(",")) for name in ("models", "layers", "layouts")}
+    for name, known in (("layers", LAYERS), ("layouts", LAYOUTS)):
+        if unknown := [value for value in chosen[name] if value not in known]:
+            raise _CannotStart(f"--{name} must be of {', '.join(known)}, got {unknown[0]!r}")
+    try:
+        topologies = parse_topologies(options.topology)
+        cases = model_cases(chosen["models"], chosen["layers"], chosen["layouts"])
+    except ValueError as error:
+        raise _CannotStart(f"--{error}") from error
+    if options.report is not None:
+        _prepare("--report", options.report)
+    targets = tuple(options.targets) or DEFAULT_TARGETS
+    done = compile_all(targets, topologies, cases, Console(highlight=False, width=160))
+    if options.report is not None:
+        path = write_json([to_json(one) for one in done], options.report / "aot.json")
+        print(f"report: {path}")
+    if any(one.findings for one in done):
+        return EXIT_FINDING
+    return EXIT_CONFORMS if any(one.facts for one in done) else EXIT_INCONCLUSIVE
 
 
 def _carry_out(plan: Plan, options: argparse.Namespace, asked: dict[str, Any], *, in_detail: bool = False) -> int:

@@ -44,10 +44,19 @@ def write_report(run: Run, about: Mapping[str, Any], directory: Path) -> Path:
     Raises:
         OSError: it cannot be written; an earlier report is then still whole.
     """
-    content = json.dumps(plain(report_content(run, about)), indent=1, allow_nan=False)
+    content = report_content(run, about)
     _write_whole(directory / MATRIX_NAME, feature_matrix(run))
-    _write_whole(directory / FILE_NAME, content)
-    return directory / FILE_NAME
+    return write_json(content, directory / FILE_NAME)
+
+
+def write_json(content: Any, path: Path) -> Path:
+    """Writes the content as strict JSON, whole or not at all.
+
+    Raises:
+        OSError: it cannot be written; an earlier file is then still whole.
+    """
+    _write_whole(path, json.dumps(plain(content), indent=1, allow_nan=False))
+    return path
 
 
 def _write_whole(path: Path, content: str) -> None:

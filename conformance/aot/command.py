@@ -1,0 +1,111 @@
+"""`halocheck aot`: compiles targets for TPUs that are not there, and prints what they would do.
+
+May touch: the terminal. Tests: tests/conformance/test_aot_command.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from conformance.aot.job import Compiled, compile_target
+from conformance.aot.topologies import GIB, generation_of
+from conformance.case_text import format_case
+from conformance.models import MODELS, full_size_case
+from conformance.problem import Case
+
+DEFAULT_MODELS = ("gemma-4-26b-a4b", "gemma-3-27b")
+# One call a step: an odd seed has no attention_with_lse.
+_SEED = 1
+
+
+def model_cases(names: Sequence[str], layers: Sequence[str], layouts: Sequence[str]) -> tuple[Case, ...]:
+    """Full-size layers of published models: 128K tokens over 8 ranks, bfloat16.
+
+    Raises:
+        ValueError: a name that no model has.
+    """
+    by_name = {model.name: model for model in MODELS}
+    for name in names:
+        if name not in by_name:
+            raise ValueError(f"model must be one of {', '.join(by_name)}, got {name!r}")
+    return tuple(
+        full_size_case(by_name[name], layer, layout, _SEED)
+        for name in names
+        for layer in layers
+        for layout in layouts
+        if layer == "local" or by_name[name].global_heads is not None
+    )
+
+
+def compile_all(
+    targets: Sequence[str], topologies: Sequence[str], cases: Sequence[Case], console: Console
+) -> tuple[Compiled, ...]:
+    """Compiles everything, printing a table for each target and topology, then the findings.
+
+    Raises:
+        TargetError: a target does not load.
+    """
+    everything: list[Compiled] = []
+    for target in targets:
+        for topology in topologies:
+            done = list(compile_target(target, topology, cases))
+            everything += done
+            console.print(_table(target, topology, done))
+    for one in everything:
+        for finding in one.findings:
+            console.print(f"FINDING {finding.id} {one.target} on {one.topology}: {finding.reading}", markup=False)
+            console.print(f"  {finding.case}", markup=False)
+    console.print("compiled, not executed", markup=False)
+    return tuple(everything)
+
+
+def to_json(one: Compiled) -> dict[str, Any]:
+    """One entry of aot.json."""
+    hidden, transfers = one.hidden
+    return {
+        "target": one.target,
+        "topology": one.topology,
+        "case": format_case(one.case),
+        "status": _status(one),
+        "reason": one.reason,
+        "shares_of_plan": dict(one.shares),
+        "hidden_transfers": hidden,
+        "transfers": transfers,
+        "memory_share": one.memory_share,
+        "facts": {name: one.facts[name] for name in one.facts if name != "facts"},
+        "findings": [finding.to_json() for finding in one.findings],
+    }
+
+
+def _table(target: str, topology: str, done: Sequence[Compiled]) -> Table:
+    hbm = generation_of(topology).hbm_bytes // GIB
+    table = Table(title=f"{target} on {topology}", title_justify="left")
+    columns = ("layer", "status", "sent, of the plan", "hidden", "kernels", f"temporary, all of {hbm} GiB")
+    for column in columns:
+        table.add_column(column)
+    for one in done:
+        hidden, transfers = one.hidden
+        kernels = ", ".join(f"{count} {name}" for name, count in one.facts.get("kernels", {}).items())
+        sent = ", ".join(f"{direction} {share:.2f}" for direction, share in one.shares.items())
+        memory = f"{one.facts['temporary_bytes'] / GIB:.2f} GiB, {one.memory_share:.0%}" if one.facts else ""
+        counts = f"{hidden} of {transfers}" if one.facts else ""
+        table.add_row(_layer(one.case), _status(one) or one.reason, sent or "not claimed", counts, kernels, memory)
+    return table
+
+
+def _status(one: Compiled) -> str:
+    if one.findings:
+        return "finding"
+    return f"declined: {one.reason}" if one.reason else "compiles"
+
+
+def _layer(case: Case) -> str:
+    """A layer in a few words: heads, head_dim, window, layout."""
+    problem = case.problem
+    window = "GLOBAL" if problem.sliding_window_size is None else f"W {problem.sliding_window_size}"
+    heads = f"{problem.num_query_heads}/{problem.num_kv_heads} heads of {problem.head_dim}"
+    return f"{problem.seq_len // 1024}K, {heads}, {window}, {problem.layout}"
