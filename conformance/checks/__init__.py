@@ -3,7 +3,19 @@
 May touch: evidence and findings; never JAX, never a fault of the catalogue. Tests: tests/conformance/test_checks_*.py.
 """
 
-from conformance.checks import collectives, contract, errors, exact, gradients, output, remat, residuals, work
+from conformance.checks import (
+    collectives,
+    contract,
+    errors,
+    exact,
+    gradients,
+    invariance,
+    output,
+    remat,
+    residuals,
+    visibility,
+    work,
+)
 from conformance.checks.outcome import Check, Outcome
 from conformance.designated import asks_errors, asks_remat, asks_work
 from conformance.problem import DTYPES
@@ -16,6 +28,8 @@ CHECKS: dict[str, Check] = {
     "residuals": Check(residuals.TENSORS, residuals.check, _ROUNDED),
     "gradients": Check(gradients.TENSORS, gradients.check, _ROUNDED),
     "exact": Check(exact.TENSORS, exact.check, ("float64",)),
+    visibility.NAME: Check(visibility.TENSORS, visibility.check, DTYPES, visibility.designates),
+    invariance.NAME: Check(invariance.TENSORS, invariance.check, DTYPES, invariance.designates),
     "collectives": Check(
         collectives.TENSORS, collectives.check, DTYPES, is_claimed=lambda target: target.communication is not None
     ),
