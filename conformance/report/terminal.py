@@ -18,6 +18,8 @@ from conformance.report.verdict import Cell, TargetVerdict, verdict_of
 from conformance.runner import Run
 from conformance.session import CONFORMS, DECLINED, FINDING
 
+# What holds or does not: there is no error whose share of an allowance could be told.
+_WITHOUT_SHARES = ("contract", "invariance")
 _STYLES = {CONFORMS: "green", FINDING: "bold red", DECLINED: "yellow"}
 
 
@@ -94,7 +96,7 @@ def _cell_text(cell: Cell) -> Text:
         text.append(f" {cell.findings} of {cell.cases}", "default")
     elif cell.cases:
         text.append(f" {cell.cases}", "default")
-    if cell.largest_share is not None and cell.check != "contract":
+    if cell.largest_share is not None and cell.check not in _WITHOUT_SHARES:
         text.append(f", {cell.largest_share:.3g}", "default")
     return text
 

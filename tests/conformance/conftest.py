@@ -67,21 +67,26 @@ def judged(adapter: Callable[[str], str]) -> Callable[[str, str, str], Outcome]:
         target, case = load_target(adapter(name) if "." not in name else name), parse_case(case_text)
         message, arrays = execute(target, case, lambda phase: None, (check,))
         assert not message.keys() & {"declined", "raised", "broken"}, f"it did not run: {message}"
-        return CHECKS[check].run(Evidence(target.description, case, message, arrays))
+        variants = variants_of(case, (check,))
+        return CHECKS[check].run(Evidence(target.description, case, message, arrays, variants))
 
     return run
 
 
 @pytest.fixture
 def right_evidence() -> Callable[..., Evidence]:
-    """The evidence of a target that gives the reference itself; `changed` arrays take the place of some of them."""
+    """The evidence of a target that gives the reference itself, on the draws and `variants`; `changed` arrays take the
+    place of some of them.
+    """
 
     def build(
-        case: Case, changed: Mapping[str, np.ndarray] | None = None, message: Mapping[str, Any] | None = None, **of: Any
+        case: Case,
+        changed: Mapping[str, np.ndarray] | None = None,
+        message: Mapping[str, Any] | None = None,
+        variants: tuple[str, ...] = (),
+        **of: Any,
     ) -> Evidence:
         description = dataclasses.replace(TargetDescription("module:target", "target"), **of)
-        asked = tuple(name for name, check in CHECKS.items() if check.asks_about(case))
-        variants = variants_of(case, asked)
         empty = Evidence(description, case, {}, {}, variants)
         arrays = {name: _answered(empty, name) for name in sorted(expected_names(empty))}
         return Evidence(description, case, message or {"misplaced": {}}, arrays | dict(changed or {}), variants)
@@ -96,15 +101,15 @@ def _answered(evidence: Evidence, name: str) -> np.ndarray:
     if data.isdigit():
         reference = answer_for(evidence.target, evidence.case, int(data), call).reference[tensor]
     else:
-        reference = _answer_to_variant(evidence.target, evidence.case, data, call)[tensor]
+        reference = _answer_to_variant(evidence.target.empty_rows, evidence.case, data, call)[tensor]
     return reference if reference.ndim < 3 else reference[:, evidence.case.problem.positions()]
 
 
 @functools.lru_cache(maxsize=32)
-def _answer_to_variant(target: TargetDescription, case: Case, variant: str, call: str) -> dict[str, np.ndarray]:
+def _answer_to_variant(empty_rows: str, case: Case, variant: str, call: str) -> dict[str, np.ndarray]:
     """The oracle's answer to a variant, by tensor."""
     problem, inputs = case.problem, variant_inputs(case, variant)
-    if target.empty_rows == "undefined":
+    if empty_rows == "undefined":
         inputs = without_empty_row_cotangents(inputs, problem)
     arrays = (inputs.query, inputs.key, inputs.value)
     options: oracle.AttentionOptions = {

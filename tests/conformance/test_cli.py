@@ -25,7 +25,12 @@ _list = functools.cache(case_list)
 _SHARES = {
     ("contract", "call"): 0.0,
     ("output", "out"): 0.5,
-    **{("gradients", tensor): 0.5 for tensor in ("dquery", "dkey", "dvalue")},
+    **{(check, "out"): 0.0 for check in ("visibility", "invariance")},
+    **{
+        (check, name): 0.5
+        for check in ("gradients", "visibility", "invariance")
+        for name in ("dquery", "dkey", "dvalue")
+    },
 }
 
 

@@ -24,7 +24,12 @@ _CASE = parse_case("v=1 seq_len=8 sliding_window_size=3")
 _SHARES = {
     ("contract", "call"): 0.0,
     ("output", "out"): 0.123,
-    **{("gradients", tensor): 0.5 for tensor in ("dquery", "dkey", "dvalue")},
+    **{(check, "out"): 0.0 for check in ("visibility", "invariance")},
+    **{
+        (check, name): 0.5
+        for check in ("gradients", "visibility", "invariance")
+        for name in ("dquery", "dkey", "dvalue")
+    },
 }
 
 

@@ -28,6 +28,9 @@ def _passed(case: Case, share: float = 0.25, lse: bool = False) -> CaseResult:
     names += [] if case.problem.shared_kv else [("gradients", "dvalue")]
     names += [("gradients", "dsinks")] if case.problem.sinks else []
     names += [("residuals", "lse")] if lse else []
+    names += [("visibility", tensor) for check, tensor in names if check == "gradients" and tensor != "dsinks"]
+    names += [("visibility", "out")]
+    names += [("invariance", tensor) for check, tensor in names if check in ("output", "residuals", "gradients")]
     return CaseResult(case, CONFORMS, shares=dict.fromkeys(names, share))
 
 
@@ -234,6 +237,8 @@ def test_cells_stand_in_the_order_of_the_checks() -> None:
         ("gradients", "dvalue"),
         ("gradients", "dsinks"),
         *(("exact", tensor) for tensor in ("out", "lse", "dquery", "dkey", "dvalue", "dsinks")),
+        *(("visibility", tensor) for tensor in ("out", "dquery", "dkey", "dvalue")),
+        *(("invariance", tensor) for tensor in ("out", "lse", "dquery", "dkey", "dvalue", "dsinks")),
         *(("collectives", tensor) for tensor in ("forward", "backward")),
         *(("work", tensor) for tensor in ("flops", "memory", "program")),
         *(("remat", tensor) for tensor in ("program", "out", "dquery", "dkey", "dvalue", "dsinks")),

@@ -24,6 +24,7 @@ Build = Callable[..., Evidence]
 _CASE = parse_case("v=1 seq_len=8 sliding_window_size=3 seed=1")
 _OTHER = parse_case("v=1 seq_len=8 sliding_window_size=3 seed=2")
 _ABORT = WorkerLost("killed by SIGABRT", "running draw 0", "last words")
+_OF_VALUES = ("contract", "output", "residuals", "gradients", "exact")
 _HANG = WorkerLost("hangs without using CPU", "running draw 1", "")
 
 
@@ -64,10 +65,10 @@ class _Script:
 def start(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Session, _Script]]:
     """A session on eight devices whose workers give these replies, one a run."""
 
-    def begin(*replies: Any, **declared: Any) -> tuple[Session, _Script]:
+    def begin(*replies: Any, checks: tuple[str, ...] = _OF_VALUES, **declared: Any) -> tuple[Session, _Script]:
         script = _Script(*replies, **declared)
         monkeypatch.setattr(session, "Worker", script)
-        return Session("m:t", Devices("cpu", 8)), script
+        return Session("m:t", Devices("cpu", 8), checks), script
 
     return begin
 
@@ -210,6 +211,17 @@ def test_an_array_that_nobody_asked_for_fails_the_harness(start: Any, right_evid
     message, arrays = _reply(right_evidence(_CASE))
     held, _ = start((message, arrays | {"2/attention/out": arrays["0/attention/out"]}))
     with pytest.raises(HarnessError, match="2/attention/out"):
+        held.run(_CASE)
+
+
+def test_variants_are_owed_where_a_check_wants_them(start: Any, right_evidence: Build) -> None:
+    checks = (*_OF_VALUES, "visibility")
+    wanted = ("coded",)  # of this case: `loud` is for even seeds
+    held, _ = start(_reply(right_evidence(_CASE, variants=wanted)), _reply(right_evidence(_CASE)), checks=checks)
+    result = held.run(_CASE)
+    assert result.status == CONFORMS, "the oracle's own answers"
+    assert {tensor for check, tensor in result.shares if check == "visibility"} == {"out", "dquery", "dkey", "dvalue"}
+    with pytest.raises(HarnessError, match="coded/attention/dkey"):
         held.run(_CASE)
 
 
