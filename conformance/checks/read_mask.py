@@ -188,13 +188,17 @@ def _of_key_row(
 def _usual(
     found: WrongMask, coded: _Coded, sees: Mask, by_a_key: Bool[np.ndarray, "batch seq heads"]
 ) -> tuple[str, Mask, np.ndarray] | None:
-    """The usual mistake that all wrong rows agree with, if there is one: its name, its mask, what it would read."""
+    """The usual mistake that all rows agree with, or else all wrong rows: its name, its mask, what it would read."""
+    of_wrong_rows = None
     for words, mask in _usual_mistakes(found.evidence.case):
         for forward in (mask, sees):
             read = read_under(coded, found.tensor, forward, mask)
-            if _agree(found.got, read, found.allowance)[by_a_key].all():
+            agrees = _agree(found.got, read, found.allowance)
+            if agrees.all():
                 return words, mask, read
-    return None
+            if of_wrong_rows is None and agrees[by_a_key].all():
+                of_wrong_rows = words, mask, read
+    return of_wrong_rows
 
 
 def _pair_of(found: WrongMask, index: tuple[int, ...], sees: Mask, mask: Mask) -> str:

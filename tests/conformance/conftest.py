@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from conformance.checks import CHECKS, Outcome
 from conformance.empty_rows import without_empty_row_cotangents
 from conformance.evidence import Evidence
 from conformance.finding import Finding
+from conformance.inputs import Inputs, inputs_of, redraw
 from conformance.problem import Case
 from conformance.session import expected_names
 from conformance.target import TargetDescription, load_target
@@ -127,6 +129,100 @@ def _answer_to_variant(empty_rows: str, case: Case, variant: str, call: str) -> 
     if problem.shared_kv:
         gradients["dkey"] = gradients["dkey"] + gradients["dvalue"]
     return {"out": out, "lse": lse, **gradients}
+
+
+@pytest.fixture
+def modelled() -> Callable[..., Evidence]:
+    """The evidence of attention written out in NumPy, float64, on the draws and on the variants of some checks.
+
+    `sees` may hold, by tensor (out, dquery, dkey, dvalue), a function from the right mask [batch, query, key] to the
+    one that is applied there; `hidden` is added to the logits of hidden keys, `leaks` times the next batch row's values
+    to the values.
+    """
+
+    def build(
+        case: Case,
+        checks: tuple[str, ...],
+        sees: Mapping[str, Callable[[np.ndarray], np.ndarray]] | None = None,
+        hidden: float = -np.inf,
+        leaks: float = 0.0,
+    ) -> Evidence:
+        description = TargetDescription("module:target", "target", empty_rows="zero")
+        variants = variants_of(case, checks)
+        data = {"0": inputs_of(case), "1": inputs_of(redraw(case, 1))}
+        data |= {name: variant_inputs(case, name) for name in variants}
+        arrays: dict[str, np.ndarray] = {}
+        for name, inputs in data.items():
+            tensors = _attend(case, inputs, sees or {}, hidden, leaks)
+            for tensor, array in tensors.items():
+                placed = array if tensor == "dsinks" else array[:, case.problem.positions()]
+                arrays[f"{name}/attention/{tensor}"] = placed
+            arrays[f"{name}/attention/out of vjp"] = arrays[f"{name}/attention/out"]
+        return Evidence(description, case, {"misplaced": {}}, arrays, variants)
+
+    return build
+
+
+def _attend(
+    case: Case, inputs: Inputs, sees: Mapping[str, Callable[[np.ndarray], np.ndarray]], hidden: float, leaks: float
+) -> dict[str, np.ndarray]:
+    problem = case.problem
+    group = problem.num_query_heads // problem.num_kv_heads
+    query, dout = inputs.query.astype(float), inputs.dout.astype(float)
+    key, value = (np.repeat(x.astype(float), group, axis=2) for x in (inputs.key, inputs.value))
+    value = value + leaks * np.roll(value, 1, axis=0)
+    scale = problem.scale or 1 / math.sqrt(problem.head_dim)
+    products = scale * np.einsum("bqhd,bkhd->bhqk", query, key)
+    cap = problem.attn_logits_soft_cap
+    logits = products if cap is None else cap * np.tanh(products / cap)
+    slope = 1.0 if cap is None else 1 - np.tanh(products / cap) ** 2
+    sinks = np.full(problem.num_query_heads, -np.inf) if inputs.sinks is None else inputs.sinks.astype(float)
+    right = _right_mask(case, inputs)
+
+    def probabilities(tensor: str) -> np.ndarray:
+        mask = sees.get(tensor, lambda right: right)(right)[:, None]
+        masked = np.where(mask, logits, logits + hidden)
+        highest = np.maximum(masked.max(axis=3), sinks[:, None])[..., None]
+        highest = np.where(np.isfinite(highest), highest, 0.0)
+        weights = np.exp(masked - highest)
+        total = weights.sum(axis=3, keepdims=True) + np.exp(sinks[:, None, None] - highest)
+        return weights / np.where(total == 0, 1.0, total)
+
+    def dlogits(tensor: str) -> np.ndarray:
+        p = probabilities(tensor)
+        dp = np.einsum("bqhv,bkhv->bhqk", dout, value)
+        return scale * slope * p * (dp - (p * dp).sum(axis=3, keepdims=True))
+
+    def of_kv_heads(gradient: np.ndarray) -> np.ndarray:
+        return gradient.reshape(*gradient.shape[:2], problem.num_kv_heads, group, -1).sum(axis=3)
+
+    with np.errstate(over="ignore", invalid="ignore"):
+        out = np.einsum("bhqk,bkhv->bqhv", probabilities("out"), value)
+        dkey = of_kv_heads(np.einsum("bhqk,bqhd->bkhd", dlogits("dkey"), query))
+        dvalue = of_kv_heads(np.einsum("bhqk,bqhv->bkhv", probabilities("dvalue"), dout))
+        tensors = {"out": out, "dquery": np.einsum("bhqk,bkhd->bqhd", dlogits("dquery"), key)}
+        tensors |= {"dkey": dkey + dvalue} if problem.shared_kv else {"dkey": dkey, "dvalue": dvalue}
+        if inputs.sinks is not None:
+            sink_share = 1 - probabilities("out").sum(axis=3)
+            tensors["dsinks"] = -(sink_share * np.einsum("bqhv,bqhv->bhq", dout, out)).sum(axis=(0, 2))
+    return tensors
+
+
+def _right_mask(case: Case, inputs: Inputs) -> np.ndarray:
+    """bool [batch, query, key], from the words of the semantics."""
+    problem = case.problem
+    left, right = problem.window
+    positions = np.arange(problem.seq_len)
+    behind = positions[:, None] - positions[None, :]
+    mask = np.ones((problem.batch, *behind.shape), bool)
+    mask &= True if left is None else behind <= left
+    mask &= True if right is None else behind >= -right
+    if inputs.segment_ids is not None:
+        ids = inputs.segment_ids
+        mask &= ids[:, :, None] == ids[:, None, :]
+        if problem.padding is not None:
+            mask &= (ids != problem.padding)[:, :, None]
+    return mask
 
 
 @pytest.fixture
