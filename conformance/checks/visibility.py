@@ -76,6 +76,7 @@ def _readings(evidence: Evidence, variant: str, tensor: str) -> Iterator[_Readin
 
 def _finding(evidence: Evidence, variant: str, tensor: str, reading: _Reading) -> Finding:
     case, found = evidence.case, reading.found
+    signature = _SIGNATURES[variant] if np.isfinite(found.got) else "is not finite"
     words = _loud_words(evidence, tensor, found)
     if variant == "coded" and np.isfinite(reading.got).all():
         allowance = evidence.answer_to_variant(variant).allowance[tensor]
@@ -85,9 +86,9 @@ def _finding(evidence: Evidence, variant: str, tensor: str, reading: _Reading) -
         target=evidence.target.name,
         check=NAME,
         tensor=tensor,
-        signature=_SIGNATURES[variant],
+        signature=signature,
         case=evidence.case_text,
-        reading=f"{tensor} {_SIGNATURES[variant]}: {words}",
+        reading=f"{tensor} {signature}: {words}",
         rank=case.problem.rank_of(found.index[1]),
         index=found.index,
         expected=found.expected,
