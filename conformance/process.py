@@ -73,7 +73,7 @@ Reply = tuple[dict[str, Any], dict[str, np.ndarray]]
 
 
 class Worker:
-    """One worker process with one target loaded."""
+    """One worker process with one target loaded at a time."""
 
     def __init__(self, spec: str, devices: Devices, *, enable_x64: bool = False) -> None:
         """Starts the process and loads the target.
@@ -95,11 +95,10 @@ class Worker:
         )
         theirs.close()
         self._channel = Channel(ours, stalled_after=IDLE_SECONDS)
-        self._phase = "loading the target"
-        self._watch = _Watch(0.0)
+        self._devices = devices
         self._closed = False
         try:
-            self.description = self._load(spec, devices)
+            self.description = self.load(spec)
         except BaseException:  # Ctrl-C included: nobody else holds the process yet
             self.close()
             raise
@@ -149,7 +148,17 @@ class Worker:
         self._channel.close()
         self._log.close()
 
+    def load(self, spec: str) -> TargetDescription:
+        """Puts another target in the place of the one that is loaded. What that one left in the process stays there.
+
+        Raises:
+            TargetError: the target does not load.
+        """
+        self.description = self._load(spec, self._devices)
+        return self.description
+
     def _load(self, spec: str, devices: Devices) -> TargetDescription:
+        self._phase, self._watch = "loading the target", _Watch(self._cpu_seconds())
         try:
             self._channel.send({"do": "load", "target": spec})
             how = self._wait_for_message()

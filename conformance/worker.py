@@ -77,6 +77,7 @@ def _load(spec: str) -> tuple[Target | None, dict[str, Any]]:
 
     try:
         target = load_target(spec)
+        jax.clear_caches()  # what was traced for another target is not this one's
     except TargetError as error:
         return None, {"load_error": error.report}
     return target, {"description": dataclasses.asdict(target.description), "num_devices": jax.device_count()}
