@@ -1,5 +1,6 @@
 # Every target sets up its own virtual environment first; once that stands, set-up is a no-op.
 #   make conformance            the main job          make test        lint, then the tests
+#   make selftest               the checks themselves, against a catalogue of known faults
 #   make PYTHON=python3.12 ...  another interpreter   make VENV=DIR    another place for the environment
 SHELL := /bin/bash
 PYTHON ?= python3
@@ -11,7 +12,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-$(PYTHON_VERSION)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS)
 
-.PHONY: setup conformance test test-slow lint mutation clean
+.PHONY: setup conformance selftest test test-slow lint mutation clean
 
 setup: $(STAMP)
 
@@ -27,6 +28,9 @@ $(CONSTRAINTS):
 
 conformance: setup
 	$(BIN)/halocheck run
+
+selftest: setup
+	$(BIN)/halocheck selftest
 
 lint: setup
 	$(BIN)/ruff check

@@ -1,4 +1,4 @@
-"""The command line: `halocheck run` and `halocheck replay`. Exit status: see docs/command-line.md.
+"""The command line: `halocheck run`, `replay` and `selftest`. Exit status: see docs/command-line.md.
 
 Imports neither JAX nor a target, so `--help` is instant and nothing a target does can take the report along.
 Tests: tests/conformance/test_cli.py.
@@ -154,7 +154,15 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
     )
     aot_parser.add_argument("--report", type=Path, metavar="DIR", help="write DIR/aot.json")
     aot_parser.set_defaults(command=_aot)
-    known = [option for p in (run_parser, replay_parser, aot_parser) for option in p._option_string_actions]
+    selftest_parser = commands.add_parser(
+        "selftest", allow_abbrev=False, help="known faults against the checks: which check sees which"
+    )
+    selftest_parser.add_argument("--faults", metavar="A,B", help="which faults (default: the whole catalogue)")
+    selftest_parser.add_argument("--seed", type=int, default=0, metavar="S", help="seed of the case list (default 0)")
+    selftest_parser.add_argument("--report", type=Path, metavar="DIR", help="write DIR/selftest.json")
+    selftest_parser.set_defaults(command=_selftest)
+    parsers = (run_parser, replay_parser, aot_parser, selftest_parser)
+    known = [option for command in parsers for option in command._option_string_actions]
     return parser, known
 
 
@@ -218,6 +226,18 @@ def _aot(options: argparse.Namespace) -> int:
     return EXIT_CONFORMS if any(one.facts for one in done) else EXIT_INCONCLUSIVE
 
 
+def _selftest(options: argparse.Namespace) -> int:
+    # Imported here, because the catalogue of faults imports JAX: nothing else of this command line does.
+    from conformance.selftest_command import run_selftest
+
+    if options.report is not None:
+        _prepare("--report", options.report)
+    try:
+        return run_selftest(options.faults, options.seed, options.report, _versions())
+    except ValueError as error:
+        raise _CannotStart(f"--{error}") from error
+
+
 def _carry_out(plan: Plan, options: argparse.Namespace, asked: dict[str, Any], *, in_detail: bool = False) -> int:
     if options.report is not None:
         _prepare("--report", options.report)
@@ -255,14 +275,18 @@ def _failure_to_write(state: Run, about: dict[str, Any], directory: Path) -> OSE
 
 def _about(options: argparse.Namespace, plan: Plan) -> dict[str, Any]:
     """Versions, devices and the list of cases: what a verdict must say of itself."""
-    versions = {name: _version(name) for name in ("halocheck", "jax", "jaxlib", "numpy", "ml_dtypes")}
     return {
-        "versions": {"python": platform.python_version(), **versions},
+        "versions": _versions(),
         "mesh": options.mesh,
         "list_hash": list_hash(plan.cases),
         "cases": len(plan.cases),
         "covering_cases": len(plan.covering),
     }
+
+
+def _versions() -> dict[str, str]:
+    versions = {name: _version(name) for name in ("halocheck", "jax", "jaxlib", "numpy", "ml_dtypes")}
+    return {"python": platform.python_version(), **versions}
 
 
 def _header(about: dict[str, Any]) -> str:

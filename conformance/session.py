@@ -82,6 +82,21 @@ class Session:
         self._case = Case()
         self._reply: Reply | WorkerLost | None = None
         self._refusal: str | None = None
+        self.evidence: Evidence | None = None
+        """What the last case left to be judged: None where it was declined or its worker was lost."""
+
+    def load(self, spec: str) -> None:
+        """Goes on with another target in the same workers, without starting them anew.
+
+        Raises:
+            TargetError: the target does not load.
+        """
+        self._spec, self.workers_lost = spec, 0
+        self._confirmed.clear()
+        if not self._workers:
+            self._workers[False] = Worker(spec, self._devices)
+        for worker in self._workers.values():
+            self.description = worker.load(spec)
 
     def run(self, case: Case) -> CaseResult:
         """Runs and judges one case."""
@@ -113,6 +128,7 @@ class Session:
 
     def _judge(self) -> CaseResult:
         case, reply = self._case, self._reply
+        self.evidence = None
         if self._refusal is not None or reply is None:
             return CaseResult(case, DECLINED, reason=self._refusal or "not started")
         if not isinstance(reply, WorkerLost):
@@ -176,6 +192,7 @@ class Session:
         if "declined" in message:
             return CaseResult(case, DECLINED, reason=message["declined"])
         evidence = Evidence(self.description, case, message, arrays, variants_of(case, self._asked(case)))
+        self.evidence = evidence
         _require_complete(evidence)
         shares: dict[tuple[str, str], float] = {}
         findings: list[Finding] = []

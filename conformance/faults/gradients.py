@@ -203,7 +203,7 @@ FAULTS = (
         report="cornstarch-org/Cornstarch/pull/77",
         sentence="dkey and dvalue of the last head group are read before the reduce-scatter has landed.",
         planted_in="all_gather",
-        smallest="v=1 seq_len=4 sliding_window_size=2 num_kv_heads=2",
+        smallest="v=1 seq_len=4 num_kv_heads=2 sliding_window_size=2",
         applies=lambda problem: crosses(problem),
         replaced=(Replacement(all_gather, "_home", _last_head_not_arrived),),
     ),

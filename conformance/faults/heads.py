@@ -75,7 +75,7 @@ FAULTS = (
         report="vllm-project/vllm-omni/pull/5716",
         sentence="Query head h reads key head h mod num_kv_heads.",
         planted_in="all_gather",
-        smallest="v=1 seq_len=4 sliding_window_size=2 num_query_heads=4 num_kv_heads=2",
+        smallest="v=1 seq_len=4 num_query_heads=4 num_kv_heads=2 sliding_window_size=2",
         applies=_has_groups_in_a_shard,
         replaced=(
             Replacement(local_attention, "forward", _forward_of_interleaved_heads),
@@ -88,7 +88,7 @@ FAULTS = (
         report="hiyouga/LlamaFactory/pull/10794",
         sentence="With fewer kv heads than ranks every rank is given the same ones.",
         planted_in="ulysses",
-        smallest="v=1 seq_len=8 sliding_window_size=2 num_query_heads=4 num_kv_heads=2 context_parallelism=4",
+        smallest="v=1 seq_len=8 num_query_heads=4 num_kv_heads=2 sliding_window_size=2 context_parallelism=4",
         applies=lambda problem: (
             is_sharded(problem)
             and problem.num_kv_heads > 1
@@ -132,7 +132,7 @@ FAULTS = (
         report=NOT_PUBLIC,
         sentence="Where group borders cut through tensor shards each shard takes the first shard's heads.",
         planted_in="ring",
-        smallest="v=1 seq_len=4 sliding_window_size=2 num_query_heads=6 num_kv_heads=3 tensor_parallelism=2",
+        smallest="v=1 seq_len=4 num_query_heads=6 num_kv_heads=3 sliding_window_size=2 tensor_parallelism=2",
         applies=lambda problem: problem.num_kv_heads > 1 and problem.num_kv_heads % problem.tensor_parallelism > 0,
         replaced=(Replacement(heads, "_first_kv_head", lambda right, plan, shard: right(plan, 0 * shard)),),
     ),

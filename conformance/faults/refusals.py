@@ -73,7 +73,7 @@ FAULTS = (
         report="AI-Hypercomputer/maxtext/pull/3589",
         sentence="A dependency has made an argument required that is not passed with packed input.",
         planted_in="ring",
-        smallest="v=1 seq_len=4 sliding_window_size=2 segments=true documents=1+3",
+        smallest="v=1 seq_len=4 sliding_window_size=2 documents=1+3",
         applies=lambda problem: problem.segments,
         given=_misses_an_argument,
     ),

@@ -172,7 +172,7 @@ FAULTS = (
         report=NOT_PUBLIC,
         sentence="The segment ids of the first batch are baked into the program.",
         planted_in="all_gather",
-        smallest="v=1 seq_len=4 sliding_window_size=2 segments=true documents=1+3",
+        smallest="v=1 seq_len=4 sliding_window_size=2 documents=1+3",
         applies=lambda problem: problem.segments and problem.axis_types == "auto",
         given=_first_ids(),
     ),

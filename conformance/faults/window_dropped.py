@@ -136,7 +136,7 @@ FAULTS = (
         report="vllm-project/semantic-router/issues/3406",
         sentence="The fast path receives window and padding mask and uses neither.",
         planted_in="ulysses",
-        smallest="v=1 seq_len=4 sliding_window_size=2 segments=true padding=0 documents=3@1+1@0",
+        smallest="v=1 seq_len=4 sliding_window_size=2 padding=0 documents=3@1+1@0",
         applies=lambda problem: problem.padding is not None and problem.ulysses_parallelism == 1,
         told=_causal_without_padding,
         given=_without_masks,
