@@ -19,7 +19,8 @@ _VOLATILE = ("traceback", "seconds", "log")
 def differs(one: Evidence, other: Evidence) -> bool:
     """Whether some element differs by more than its allowance, or one of the facts that came with the arrays does.
 
-    Both are answers to the same case. Arrays that the oracle has no answer to are read-outs, and differ by any bit.
+    Both are answers to the same case. What a program gave on further data differs where one is zero, or not finite, and
+    the other is not; any other array that the oracle has no answer to, by any bit.
     """
     if _lasting(one.message) != _lasting(other.message) or one.arrays.keys() != other.arrays.keys():
         return True
@@ -36,6 +37,8 @@ def _array_differs(one: Evidence, other: Evidence, name: str) -> bool:
     got, wanted = one.arrays[name], other.arrays[name]
     if got.shape != wanted.shape or got.dtype != wanted.dtype:
         return True
+    if name.partition("/")[0] in one.variants:
+        return bool(np.any((got == 0) != (wanted == 0)) or np.any(np.isfinite(got) != np.isfinite(wanted)))
     allowance = _allowance(one, name)
     if allowance is None:
         return got.tobytes() != wanted.tobytes()

@@ -22,6 +22,7 @@ from threadpoolctl import threadpool_limits
 
 from conformance.case_list import list_hash
 from conformance.case_text import format_case
+from conformance.checks import CHECKS
 from conformance.devices import Devices
 from conformance.difference import differs
 from conformance.evidence import Evidence
@@ -139,14 +140,26 @@ def selftest(
 
 
 def in_order(cases: Sequence[Case]) -> tuple[Case, ...]:
-    """Small programs first, otherwise mixed by a hash of the text; after every two others one of the exact tier."""
-    exact = sorted((case for case in cases if case.problem.dtype == "float64"), key=_order)
-    others = sorted((case for case in cases if case.problem.dtype != "float64"), key=_order)
-    mixed: list[Case] = []
-    while exact or others:
-        mixed += others[:2] + exact[:1]
-        others, exact = others[2:], exact[1:]
-    return tuple(mixed)
+    """Small programs first, otherwise mixed by a hash of the text."""
+    return tuple(sorted(cases, key=_order))
+
+
+def spread(cases: Sequence[Case], check_names: Sequence[str], at_most: int) -> list[Case]:
+    """The first cases, each the first one of the check that has been asked least: none waits for ever.
+
+    A check that is asked on few cases only would otherwise be asked on none of the few that a fault is tried on.
+    """
+    left = [(case, frozenset(name for name in check_names if CHECKS[name].asks_about(case))) for case in cases]
+    asked = dict.fromkeys(check_names, 0)
+    taken: list[Case] = []
+    while left and len(taken) < at_most:
+        wanted = sorted(check_names, key=lambda name: asked[name])
+        case, asking = next((one for name in wanted for one in left if name in one[1]), left[0])
+        left.remove((case, asking))
+        taken.append(case)
+        for name in asking:
+            asked[name] += 1
+    return taken
 
 
 def _order(case: Case) -> tuple[int, str]:
@@ -174,9 +187,10 @@ class _Bench:
     def try_correct(self, strategy: str, cases: Sequence[Case]) -> str:
         """The bundled target itself, without any wrapping."""
         supported = [case for case in cases if getattr(bundled, strategy).supports(case.problem) is None]
-        spec = f"conformance.targets.bundled:{strategy}"
-        with self._session(spec) as session:
-            for case in supported[:_CASES_OF_CORRECT_TARGETS]:
+        if not supported:
+            return f"{strategy} as it is: no case of the list is for it"
+        with self._session(f"conformance.targets.bundled:{strategy}") as session:
+            for case in spread(supported, self._check_names, _CASES_OF_CORRECT_TARGETS):
                 self._note_correct(strategy, session.run(case))
         return f"{strategy} as it is: {len(self._state.correct[strategy].findings)} findings"
 
@@ -185,7 +199,7 @@ class _Bench:
         drawn = [case for case in cases if Planted(fault, clean=False).supports(case.problem) is None]
         trial = Trial(fault, len(drawn))
         with self._session(f"conformance.faults:{fault.name}") as session:
-            for case in drawn[:MAX_PROGRAMS]:
+            for case in spread(drawn, self._check_names, MAX_PROGRAMS):
                 twin = self._twin(fault, case, session)
                 session.load(f"conformance.faults:{fault.name}")
                 trial = _noted(trial, session.run(case), session.evidence, twin)

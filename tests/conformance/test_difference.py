@@ -51,6 +51,16 @@ def test_an_array_without_an_answer_differs_by_any_bit(right_evidence: Callable[
     assert differs(one, other)
 
 
+def test_further_data_differ_where_one_is_zero_or_not_finite(right: Evidence) -> None:
+    def read_out(*values: float) -> Evidence:
+        arrays = {**right.arrays, "coded/attention/out": np.array(values)}
+        return Evidence(right.target, right.case, right.message, arrays, ("coded",))
+
+    assert not differs(read_out(1.0, 0.0), read_out(1.0 + 1e-9, 0.0)), "another rounding of the same read-out"
+    assert differs(read_out(1.0, 0.0), read_out(1.0, 1e-30)), "a cell that is seen"
+    assert differs(read_out(1.0, 0.0), read_out(np.inf, 0.0)), "a cell that is not finite"
+
+
 def test_a_missing_array_is_a_difference(right: Evidence) -> None:
     rest = {name: array for name, array in right.arrays.items() if name != _OUT}
     assert differs(right, Evidence(right.target, right.case, right.message, rest))
