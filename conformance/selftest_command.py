@@ -1,6 +1,7 @@
 """What `halocheck selftest` does with its options: chooses the faults and the list, and answers with an exit status.
 
-May touch: standard output, the report directory; imports JAX with the catalogue. Tests: tests/conformance/test_selftest.py.
+May touch: standard output, the report directory; imports JAX with the catalogue.
+Tests: tests/conformance/test_selftest.py.
 """
 
 from __future__ import annotations
