@@ -57,7 +57,7 @@ class Suite:
             (name, area)
             for area, cases in self.areas.items()
             for name, check in CHECKS.items()
-            if any(case.problem.dtype in check.dtypes for case in cases)
+            if any(check.asks_about(case) for case in cases)
         ]
         return (("contract", EVERYTHING), *pairs)
 

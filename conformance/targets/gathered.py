@@ -70,6 +70,7 @@ def attention_on_gathered_keys(
     placed = jax.sharding.NamedSharding(mesh, rows)
     if segment_ids is None:
         segment_ids = jax.device_put(jnp.zeros(query.shape[:2], jnp.int32), placed)
+    require_ids_of_rows(segment_ids, query)
     order = jax.device_put(jnp.asarray(problem.positions()), jax.sharding.NamedSharding(mesh, PartitionSpec(sequence)))
     optional = {} if sinks is None else {"sinks": sinks}
 
@@ -95,6 +96,16 @@ def attention_on_gathered_keys(
 def sequence_axes(problem: Problem) -> str | tuple[str, str]:
     """The mesh axes that the sequence lies on."""
     return ("context", "ulysses") if problem.ulysses_parallelism > 1 else "context"
+
+
+def require_ids_of_rows(segment_ids: jax.Array, query: jax.Array) -> None:
+    """Kernels slice what they are given: of too many ids they would take the first without a word.
+
+    Raises:
+        ValueError: not one id for each batch row and position.
+    """
+    if segment_ids.shape != query.shape[:2]:
+        raise ValueError(f"segment_ids must have shape {query.shape[:2]}, as query has rows, got {segment_ids.shape}")
 
 
 def declined_problem(problem: Problem) -> str | None:

@@ -23,6 +23,7 @@ from conformance.targets.gathered import (
     attention_on_gathered_keys,
     declined_problem,
     ids_that_tell_padding_apart,
+    require_ids_of_rows,
     sequence_axes,
 )
 from conformance.targets.splash_rows import BLOCK, head_major, padded_rows, padded_window, scaled_query
@@ -105,6 +106,7 @@ class _RingAttention:
         arrays, rows = PartitionSpec("data", "context", "tensor"), PartitionSpec("data", "context")
         if segment_ids is None:
             segment_ids = jax.device_put(jnp.zeros(query.shape[:2], jnp.int32), NamedSharding(mesh, rows))
+        require_ids_of_rows(segment_ids, query)
         ring = ring_attention_kernel.make_ring_attention(
             padded_window(problem, pad_each_rank_of_keys=True),
             config=_config(problem, mesh),
