@@ -70,7 +70,8 @@ def attention_on_gathered_keys(
     placed = jax.sharding.NamedSharding(mesh, rows)
     if segment_ids is None:
         segment_ids = jax.device_put(jnp.zeros(query.shape[:2], jnp.int32), placed)
-    require_ids_of_rows(segment_ids, query)
+    else:
+        require_ids_of_rows(segment_ids, query)
     order = jax.device_put(jnp.asarray(problem.positions()), jax.sharding.NamedSharding(mesh, PartitionSpec(sequence)))
     optional = {} if sinks is None else {"sinks": sinks}
 

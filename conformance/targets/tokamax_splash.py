@@ -106,7 +106,8 @@ class _RingAttention:
         arrays, rows = PartitionSpec("data", "context", "tensor"), PartitionSpec("data", "context")
         if segment_ids is None:
             segment_ids = jax.device_put(jnp.zeros(query.shape[:2], jnp.int32), NamedSharding(mesh, rows))
-        require_ids_of_rows(segment_ids, query)
+        else:
+            require_ids_of_rows(segment_ids, query)
         ring = ring_attention_kernel.make_ring_attention(
             padded_window(problem, pad_each_rank_of_keys=True),
             config=_config(problem, mesh),
