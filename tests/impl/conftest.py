@@ -252,14 +252,23 @@ def _bytes_of_collective(collective: re.Match, line: str, device: int) -> int:
     if collective["kind"] == "collective-permute":
         arriving = sizes[1] if collective["start"] else sizes[0]  # a started one holds its operand, then its result
         return arriving * len(re.findall(rf"\{{\d+,{device}\}}", line.partition("source_target_pairs=")[2]))
-    group = re.search(r"replica_groups=(?:\{\{([\d,]+)\}|\[\d+,(\d+)\])", line)
-    assert group is not None, f"a collective without groups: {line}"
-    ranks = len(group[1].split(",")) if group[1] else int(group[2])
+    ranks = _ranks_of_a_group(line)
     if collective["kind"] == "all-gather":
         return sizes[-1] * (ranks - 1) // ranks
     if collective["kind"] == "reduce-scatter":
         return sizes[-1] * (ranks - 1)
     return sum(sizes) * (ranks - 1) // ranks
+
+
+def _ranks_of_a_group(line: str) -> int:
+    """From `replica_groups` in any of XLA's three forms: {{0,1},{2,3}}, [2,2]<=[4], mesh['a'=2,'b'=2] {'b'}."""
+    groups = line.partition("replica_groups=")[2]
+    if groups.startswith("mesh"):
+        sizes = {axis: int(size) for axis, size in re.findall(r"'(\w+)'=(\d+)", groups)}
+        return math.prod(sizes[axis] for axis in re.findall(r"'(\w+)'", groups[groups.index("{") : groups.index("}")]))
+    first = re.match(r"\{\{([\d,]+)\}|\[\d+,(\d+)\]", groups)
+    assert first is not None, f"a collective without groups: {line}"
+    return len(first[1].split(",")) if first[1] else int(first[2])
 
 
 @pytest.fixture
