@@ -231,7 +231,7 @@ def bytes_received_in_hlo(hlo: str, devices: int) -> int:
         if condition is None:
             return 1
         # A scan counts from 0 by 1 while it is below its length, the only number in its condition.
-        (length,) = re.findall(r"= s32\[\]\S* constant\((\d+)\)", computations[condition[1]])
+        (length,) = re.findall(r"= s(?:32|64)\[\]\S* constant\((\d+)\)", computations[condition[1]])
         return int(length)
 
     def reaches(device: int, name: str) -> int:
