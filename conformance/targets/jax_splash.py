@@ -12,14 +12,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash_mask
 from jax.sharding import NamedSharding, PartitionSpec
 
 from conformance.problem import Problem
 from conformance.targets.gathered import Kernel, Rows, attention_on_gathered_keys, declined_problem, sequence_axes
-from conformance.targets.splash_rows import BLOCK, head_major, padded_rows, padded_window, scaled_query
+from conformance.targets.splash_rows import BLOCK, padded_window, run_kernel
 
 _BLOCKS = ("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq")
 
@@ -42,10 +41,7 @@ class _SplashAttention:
         """out, by the target contract."""
 
         def attend(rows: Rows, kernel: Any) -> jax.Array:
-            ids = splash.SegmentIds(q=padded_rows(rows.query_ids, axis=1), kv=padded_rows(rows.key_ids, axis=1))
-            arrays = (scaled_query(head_major(rows.query), problem), head_major(rows.key), head_major(rows.value))
-            out = jax.vmap(lambda *row: kernel(*row, sinks=rows.sinks))(*arrays, ids)
-            return jnp.swapaxes(out, 1, 2)[:, : rows.query.shape[1]]
+            return run_kernel(kernel, splash.SegmentIds, rows, problem)
 
         kernel = _kernel(problem, mesh)
         return attention_on_gathered_keys(

@@ -26,7 +26,7 @@ from conformance.targets.gathered import (
     require_ids_of_rows,
     sequence_axes,
 )
-from conformance.targets.splash_rows import BLOCK, head_major, padded_rows, padded_window, scaled_query
+from conformance.targets.splash_rows import BLOCK, head_major, padded_rows, padded_window, run_kernel, scaled_query
 
 # By name: tokamax is an extra, and these modules are not part of its public face.
 _KERNELS = "tokamax._src.ops.experimental.tpu.splash_attention"
@@ -56,10 +56,7 @@ class _SplashAttention:
         """out, by the target contract."""
 
         def attend(rows: Rows, kernel: Any) -> jax.Array:
-            ids = base.SegmentIds(q=padded_rows(rows.query_ids, axis=1), kv=padded_rows(rows.key_ids, axis=1))
-            arrays = (scaled_query(head_major(rows.query), problem), head_major(rows.key), head_major(rows.value))
-            out = jax.vmap(lambda *row: kernel(*row, sinks=rows.sinks))(*arrays, ids)
-            return jnp.swapaxes(out, 1, 2)[:, : rows.query.shape[1]]
+            return run_kernel(kernel, base.SegmentIds, rows, problem)
 
         kernel = splash.make_splash_mha(
             splash_mask.NumpyMask(padded_window(problem, pad_each_rank_of_keys=False)),
