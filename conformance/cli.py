@@ -28,9 +28,10 @@ from conformance.case_text import format_case, parse_case
 from conformance.checks import CHECKS
 from conformance.devices import DEFAULT_DEVICES, Devices, parse_devices
 from conformance.finding import plain
+from conformance.hosts.launch import CHECKS_OF_HOSTS, run_plan_on_hosts
 from conformance.known_issues import BUNDLED, KnownIssuesError, load_known_issues
 from conformance.models import LAYERS
-from conformance.problem import LAYOUTS, InvalidCase
+from conformance.problem import LAYOUTS, Case, InvalidCase
 from conformance.report.json_report import FILE_NAME, prepare_directory, write_json, write_report
 from conformance.report.terminal import print_details, print_run
 from conformance.report.verdict import (
@@ -130,6 +131,9 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
     run_parser.add_argument(
         "--known-issues", type=Path, default=BUNDLED, metavar="FILE", help="JSON (default: those of the public kernels)"
     )
+    run_parser.add_argument(
+        "--hosts", type=int, default=1, metavar="N", help="share the devices among N processes (default 1)"
+    )
     run_parser.add_argument("--seed", type=int, default=0, metavar="S", help="seed of the case list (default 0)")
     run_parser.set_defaults(command=_run)
     replay_parser = commands.add_parser(
@@ -168,12 +172,16 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
 
 def _run(options: argparse.Namespace) -> int:
     devices = _devices(options.mesh)
-    for name, lowest in (("examples", 1), ("seconds", 0), ("seed", 0)):
+    for name, lowest in (("examples", 1), ("seconds", 0), ("seed", 0), ("hosts", 1)):
         value = getattr(options, name)
         if value is not None and not value >= lowest:  # "not >=": NaN is refused too
             raise _CannotStart(f"--{name} must be >= {lowest}, got {value}")
     never_cut = case_list(options.profile, options.seed, 0, devices.count)
     cases = case_list(options.profile, options.seed, options.examples, devices.count)
+    if options.hosts > 1:
+        return _run_on_hosts(
+            options, devices, tuple(case for case in cases if case.problem.num_devices == devices.count)
+        )
     steered = options.profile == "nightly"
     if steered:
         _prepare("--database", options.database)
@@ -189,6 +197,20 @@ def _run(options: argparse.Namespace) -> int:
         steering_seed=options.seed,
     )
     return _carry_out(plan, options, {"profile": options.profile, "seed": options.seed})
+
+
+def _run_on_hosts(options: argparse.Namespace, devices: Devices, cases: tuple[Case, ...]) -> int:
+    """The cases that take all devices, on processes that have some of them each."""
+    if devices.count % options.hosts:
+        raise _CannotStart(f"--hosts must divide the {devices.count} devices of --mesh, got {options.hosts}")
+    if options.report is not None:
+        _prepare("--report", options.report)
+    targets = tuple(options.targets) or DEFAULT_TARGETS
+    plan = Plan(targets, cases, (), devices, (*CHECKS_OF_HOSTS,), shrink_findings=False)
+    about = _about(options, plan) | {"profile": options.profile, "seed": options.seed, "hosts": options.hosts}
+    print(_header(about), flush=True)
+    state = run_plan_on_hosts(plan, options.hosts, lambda line: print(plain(line), flush=True))
+    return _told(state, about, options)
 
 
 def _replay(options: argparse.Namespace) -> int:
@@ -244,6 +266,11 @@ def _carry_out(plan: Plan, options: argparse.Namespace, asked: dict[str, Any], *
     about = _about(options, plan) | asked
     print(_header(about), flush=True)
     state = run(plan, lambda line: print(plain(line), flush=True))
+    return _told(state, about, options, in_detail=in_detail)
+
+
+def _told(state: Run, about: dict[str, Any], options: argparse.Namespace, *, in_detail: bool = False) -> int:
+    """Writes the report, prints the verdict, and gives the exit status."""
     failed = None if options.report is None else _failure_to_write(state, about, options.report)
     console = Console(highlight=False)
     if in_detail:

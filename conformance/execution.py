@@ -59,7 +59,7 @@ def execute(
     except Declined as error:
         return {"declined": str(error)}, {}
     except Exception as error:  # noqa: BLE001  # whatever foreign code raises is a finding, not a failure of ours
-        return _raised(error, "supports"), {}
+        return what_was_raised(error, "supports"), {}
     if reason is not None:
         return {"declined": reason}, {}
     mesh = mesh_of(case.problem, jax.devices())
@@ -99,9 +99,9 @@ def _forward_alone(
     except ContractBroken as error:
         return {"broken": [error.tensor, error.quality, error.expected, error.got]}, {}
     except Exception as error:  # noqa: BLE001  # see above
-        return _raised(error, "forward"), {}
+        return what_was_raised(error, "forward"), {}
     message, arrays = _run(setting, program, draws, report)
-    return {**message, **_raised(first, "gradient")}, arrays
+    return {**message, **what_was_raised(first, "gradient")}, arrays
 
 
 def compiled_program(setting: Setting, function: Callable[[Setting, Named], Named], arrays: Named) -> Program:
@@ -137,12 +137,12 @@ def _run(
         try:
             results = jax.block_until_ready(program.compiled(placed))
         except Exception as error:  # noqa: BLE001  # see above
-            return _raised(error, phase), arrays
+            return what_was_raised(error, phase), arrays
         for name, array in results.items():
             arrays[f"{prefix}/{name}"] = np.asarray(array)
             if not prefix.isdigit():
                 continue  # where an output lies does not depend on the data
-            if place := _misplacement(setting, name, array):
+            if place := misplacement(setting, name, array):
                 misplaced[name] = place
             if difference := _difference_of_copies(array):
                 diverged[name] = difference
@@ -176,7 +176,7 @@ def _placed(setting: Setting, inputs: Inputs) -> Named:
     return placed
 
 
-def _misplacement(setting: Setting, name: str, array: jax.Array) -> str | None:
+def misplacement(setting: Setting, name: str, array: jax.Array) -> str | None:
     """Where an output lies, if that is not where the contract says."""
     tensor = name.partition("/")[2].removesuffix(" of vjp")
     expected = shardings_of(setting.problem, setting.mesh)[tensor.removeprefix("d")]
@@ -198,7 +198,8 @@ def _difference_of_copies(array: jax.Array) -> str | None:
     return None
 
 
-def _raised(error: BaseException, where: str) -> Named:
+def what_was_raised(error: BaseException, where: str) -> Named:
+    """`raised` of the message: what foreign code raised, in a form that the channel can carry."""
     told = traceback.TracebackException.from_exception(error)  # str(error) is foreign code, and may raise itself
     lines = "".join(told.format()).rstrip()
     return {"raised": {"type": type(error).__name__, "message": str(told)[:2000], "traceback": lines, "where": where}}

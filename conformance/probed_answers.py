@@ -7,19 +7,19 @@ May touch: the oracle and the inputs' rows; never JAX. Tests: tests/conformance/
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 from jaxtyping import Int64
 
 from conformance.inputs import STRUCTURED, rows_of
-from conformance.problem import Case
+from conformance.problem import Case, Problem
 from conformance.value_kinds import draw_sinks
 from oracle.budget import Precision
 from oracle.outline import Outline
 from oracle.places import default_places
-from oracle.probe import Probed, probe
+from oracle.probe import Place, Probed, probe
 
 # Beyond so many pairs of a query and a key in its window, the whole answer takes minutes and gigabytes.
 PROBE_BEYOND_PAIRS = 2**25
@@ -43,8 +43,15 @@ def visible_pairs(case: Case) -> int:
     return problem.batch * problem.num_query_heads * problem.seq_len * min(problem.seq_len, left + right + 1)
 
 
-def probed_answer(case: Case, with_lse: bool, precision: Precision) -> ProbedAnswer:
-    """The answer at `oracle.places.default_places`; dsinks, to which every query adds, is not in it."""
+IsHere = Callable[[str, int, int, int], bool]
+"""(tensor, batch row, position, head): whether somebody holds the row, and so wants to know."""
+
+
+def probed_answer(case: Case, with_lse: bool, precision: Precision, is_here: IsHere | None = None) -> ProbedAnswer:
+    """The answer at `oracle.places.default_places`; dsinks, to which every query adds, is not in it.
+
+    With `is_here` only at those places whose row somebody holds.
+    """
     problem = case.problem
     every_position = np.arange(problem.seq_len)
     outline = Outline(
@@ -69,9 +76,20 @@ def probed_answer(case: Case, with_lse: bool, precision: Precision) -> ProbedAns
         return rows_of(case, tensor, [batch_row], positions)[0][:, heads]
 
     places = default_places(outline, chunk=problem.chunk_len, seed=case.seed)
+    if is_here is not None:
+        places = [place for place in places if _is_held(place, problem, is_here)]
     is_structured = case.values in STRUCTURED
     probed = probe(rows, outline, places, precision=precision, structured_values=is_structured)
     return _by_tensor(case, list(probed))
+
+
+def _is_held(place: Place, problem: Problem, is_here: IsHere) -> bool:
+    """Whether all rows of a place are here: those of the query heads that share its kv head, or the key's own."""
+    if place.side == "key":
+        return is_here("dkey", place.batch_row, place.position, place.kv_head)
+    group = problem.num_query_heads // problem.num_kv_heads
+    heads = range(place.kv_head * group, (place.kv_head + 1) * group)
+    return all(is_here("out", place.batch_row, place.position, head) for head in heads)
 
 
 def _by_tensor(case: Case, probed: list[Probed]) -> ProbedAnswer:

@@ -47,7 +47,7 @@ class WorkerLost:
     log: str
 
 
-class _Watch:
+class Watch:
     """Tells from the CPU time that a worker has used since its last message whether it still gets anywhere."""
 
     def __init__(self, cpu_seconds: float) -> None:
@@ -111,7 +111,7 @@ class Worker:
     def send(self, case_text: str, checks: Collection[str] = ()) -> None:
         """Starts a case for these checks; `wait` gives its reply."""
         self._phase = "starting"
-        self._watch = _Watch(self._cpu_seconds())
+        self._watch = Watch(self._cpu_seconds())
         with contextlib.suppress(ChannelClosed):  # a worker that is gone shows in wait()
             self._channel.send({"do": "execute", "case": case_text, "checks": list(checks)})
 
@@ -129,7 +129,7 @@ class Worker:
                 if "result" in message:
                     return message["result"], arrays
                 self._phase = message["phase"]
-                self._watch = _Watch(self._cpu_seconds())
+                self._watch = Watch(self._cpu_seconds())
         except ChannelClosed:
             return self._lost(self._how_it_ended())
         except ChannelGarbled:
@@ -158,7 +158,7 @@ class Worker:
         return self.description
 
     def _load(self, spec: str, devices: Devices) -> TargetDescription:
-        self._phase, self._watch = "loading the target", _Watch(self._cpu_seconds())
+        self._phase, self._watch = "loading the target", Watch(self._cpu_seconds())
         try:
             self._channel.send({"do": "load", "target": spec})
             how = self._wait_for_message()
@@ -190,15 +190,7 @@ class Worker:
         return bool(readable)
 
     def _cpu_seconds(self) -> float:
-        """CPU time of the worker and of every process it started."""
-        total = 0.0
-        with contextlib.suppress(psutil.Error):
-            process = psutil.Process(self._process.pid)
-            for member in (process, *process.children(recursive=True)):
-                with contextlib.suppress(psutil.Error):
-                    times = member.cpu_times()
-                    total += times.user + times.system
-        return total
+        return cpu_seconds(self._process.pid)
 
     def _how_it_ended(self) -> str:
         try:
@@ -226,3 +218,15 @@ def _checked(description: TargetDescription) -> TargetDescription:
     except (TypeError, ValueError) as error:
         raise TargetError(f"{description.spec}: {error}") from error
     return description
+
+
+def cpu_seconds(pid: int) -> float:
+    """CPU time of a process and of every process it started."""
+    total = 0.0
+    with contextlib.suppress(psutil.Error):
+        process = psutil.Process(pid)
+        for member in (process, *process.children(recursive=True)):
+            with contextlib.suppress(psutil.Error):
+                times = member.cpu_times()
+                total += times.user + times.system
+    return total

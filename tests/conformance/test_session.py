@@ -106,13 +106,13 @@ def test_what_is_known_of_a_target_is_no_finding_and_is_said(
 ) -> None:
     wrong = _wrong(right_evidence(_CASE))
     monkeypatch.setattr(session, "Worker", _Script(wrong, wrong))
-    (found,) = Session("m:t", Devices("cpu", 8)).run(_CASE).findings
+    (found,) = Session("m:t", Devices("cpu", 8), _OF_VALUES).run(_CASE).findings
     issue = KnownIssue("m:t", "numpy", ("1",), found.check, found.tensor, found.signature, found.case, "reported")
-    result = Session("m:t", Devices("cpu", 8), known_issues=(issue,)).run(_CASE)
+    result = Session("m:t", Devices("cpu", 8), _OF_VALUES, (issue,)).run(_CASE)
     assert (result.status, result.findings, result.known) == (CONFORMS, (), (issue,)), "hidden, not forgotten"
     other = dataclasses.replace(issue, signature="is wrong elsewhere")
     monkeypatch.setattr(session, "Worker", _Script(wrong))
-    assert Session("m:t", Devices("cpu", 8), known_issues=(other,)).run(_CASE).status == FINDING, "another kind"
+    assert Session("m:t", Devices("cpu", 8), _OF_VALUES, (other,)).run(_CASE).status == FINDING, "another kind"
 
 
 def test_a_decline_carries_its_reason_and_nothing_else(start: Any) -> None:

@@ -1,0 +1,144 @@
+"""The process of one host: `python -m conformance.hosts.host JOB PROCESS_ID` runs the job's cases with all others.
+
+Every process holds its shards against the oracle at the places where faults live, and writes a line of JSON a case.
+May touch: JAX, the target, the oracle's probe. Tests: tests/conformance/test_hosts_launch.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import resource
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+import jax
+import numpy as np
+
+from conformance.answers import Answer, answer_at_places, precision_of
+from conformance.calling import ContractBroken, Setting, forward_and_gradients
+from conformance.case_text import parse_case
+from conformance.checks import CHECKS
+from conformance.checks.outcome import Outcome
+from conformance.evidence import Evidence
+from conformance.execution import compiled_program, misplacement, what_was_raised
+from conformance.hosts.shards import HeldRows, is_finite_here, placed_shards
+from conformance.inputs import NUM_DRAWS, redraw
+from conformance.mesh import mesh_of
+from conformance.problem import Case
+from conformance.target import Declined, Target, TargetError, calls_of, load_target
+
+_OF_VALUES = ("output", "residuals", "gradients")
+
+
+def main() -> None:
+    """Runs every case of the job."""
+    job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    process_id = int(sys.argv[2])
+    with open(Path(job["results"]) / f"{process_id}.jsonl", "w", encoding="utf-8") as results:
+        try:
+            target = load_target(job["target"])
+        except TargetError as error:
+            _tell(results, {"load_error": error.report})
+            return
+        if job["platform"] == "cpu":
+            jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        jax.distributed.initialize(job["coordinator"], job["num_processes"], process_id)
+        _tell(results, {"description": dataclasses.asdict(target.description)})
+        for text in job["cases"]:
+            _tell(results, {"begins": text})
+            _tell(results, _result(target, parse_case(text)))
+        # Kilobytes on Linux: what this host needed at the most, the programs included.
+        _tell(results, {"peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024})
+        jax.distributed.shutdown()
+
+
+def _tell(results: TextIO, message: Mapping[str, Any]) -> None:
+    results.write(json.dumps(message) + "\n")
+    results.flush()
+
+
+def _result(target: Target, case: Case) -> dict[str, Any]:
+    """What this process found on one case: `declined`, or `shares` and `findings`."""
+    problem = case.problem
+    if problem.num_devices != jax.device_count():
+        return {"declined": f"takes {problem.num_devices} of {jax.device_count()} devices: every host must hold some"}
+    if reason := target.supports(problem):
+        return {"declined": reason}
+    setting = Setting(target, problem, mesh_of(problem, jax.devices()), calls_of(target.description, case))
+    message: dict[str, Any] = {}
+    arrays: dict[str, Any] = {}
+    try:
+        with jax.default_matmul_precision(problem.precision):
+            message, arrays = _run(setting, case)
+    except Declined as error:
+        return {"declined": str(error)}
+    except ContractBroken as error:
+        message = {"broken": [error.tensor, error.quality, error.expected, error.got]}
+    except Exception as error:  # noqa: BLE001  # whatever foreign code raises is a finding, not a failure of ours
+        message = what_was_raised(error, "forward")
+    outcomes = _judged(Evidence(target.description, case, message, arrays, answers=_Answers(target, case, arrays)))
+    return {
+        "shares": [[check, tensor, share] for check, of in outcomes.items() for tensor, share in of.shares.items()],
+        "findings": [dataclasses.asdict(finding) for of in outcomes.values() for finding in of.findings],
+    }
+
+
+def _run(setting: Setting, case: Case) -> tuple[dict[str, Any], dict[str, Any]]:
+    undefined = setting.target.description.empty_rows == "undefined"
+    arrays: dict[str, Any] = {}
+    misplaced: dict[str, str] = {}
+    program = None
+    for draw in range(NUM_DRAWS):
+        placed = placed_shards(redraw(case, draw), setting.mesh, zero_at_empty_rows=undefined)
+        program = program or compiled_program(setting, forward_and_gradients, placed)
+        for name, array in jax.block_until_ready(program.compiled(placed)).items():
+            if place := misplacement(setting, name, array):
+                misplaced[name] = place
+            elif not is_finite_here(array) and not undefined:
+                misplaced[name] = "holds NaN"
+            if array.ndim >= 3:
+                arrays[f"{draw}/{name}"] = HeldRows(array)
+    return {"misplaced": misplaced, "diverged": {}}, arrays
+
+
+def _judged(evidence: Evidence) -> dict[str, Outcome]:
+    outcomes = {"contract": CHECKS["contract"].run(evidence)}
+    if not outcomes["contract"].findings:
+        outcomes |= {name: CHECKS[name].run(evidence) for name in _OF_VALUES}
+    return outcomes
+
+
+class _Answers:
+    """The oracle's answers at those of the places where faults live that this process holds."""
+
+    def __init__(self, target: Target, case: Case, arrays: Mapping[str, HeldRows]) -> None:
+        self._target, self._case, self._arrays = target, case, arrays
+        self._made: dict[tuple[int, str], Answer] = {}
+
+    def __call__(self, draw: int, call: str) -> Answer:
+        if (draw, call) not in self._made:
+            self._made[draw, call] = self._answer(draw, call)
+        return self._made[draw, call]
+
+    def _answer(self, draw: int, call: str) -> Answer:
+        case, description = redraw(self._case, draw), self._target.description
+        precision = precision_of(description, case.problem.dtype)
+        index_of = np.argsort(case.problem.positions())
+        held = {
+            tensor: rows
+            for name, rows in self._arrays.items()
+            for tensor in [name.rpartition("/")[2].removesuffix(" of vjp")]
+        }
+
+        def is_here(tensor: str, batch_row: int, position: int, head: int) -> bool:
+            return tensor in held and held[tensor].holds(batch_row, int(index_of[position]), head)
+
+        with_lse, defines_empty_rows = call == "attention_with_lse", description.empty_rows == "zero"
+        return answer_at_places(case, with_lse, defines_empty_rows, precision, is_here)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""The parts of arrays that this process holds: made from a case's seed, and read where the oracle was asked.
+
+May touch: JAX arrays and the rows of inputs. Tests: tests/conformance/test_hosts_shards.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from conformance.inputs import rows_of
+from conformance.mesh import shardings_of
+from conformance.problem import Case
+from conformance.value_kinds import draw_sinks
+
+Index = tuple[slice, ...]
+
+
+def placed_shards(case: Case, mesh: jax.sharding.Mesh, *, zero_at_empty_rows: bool) -> dict[str, jax.Array]:
+    """The arrays of the contract in layout order; each process makes the rows of its own devices, and no others.
+
+    `zero_at_empty_rows`: the cotangents of rows without keys are zero, for targets that leave such rows undefined.
+    """
+    problem = case.problem
+    rows = (problem.batch, problem.seq_len)
+    shapes: dict[str, tuple[int, ...]] = {
+        "query": (*rows, problem.num_query_heads, problem.head_dim),
+        "key": (*rows, problem.num_kv_heads, problem.head_dim),
+        "value": (*rows, problem.num_kv_heads, problem.value_dim),
+        "dout": (*rows, problem.num_query_heads, problem.value_dim),
+        "dlse": (*rows, problem.num_query_heads),
+    }
+    if problem.shared_kv:
+        del shapes["value"]
+    if problem.segments:
+        shapes["segment_ids"] = rows
+    if problem.sinks:
+        shapes["sinks"] = (problem.num_query_heads,)
+    places = shardings_of(problem, mesh)
+    made = {}
+    for name, shape in shapes.items():
+
+        def part(index: Index | None, name: str = name, shape: tuple[int, ...] = shape) -> np.ndarray:
+            assert index is not None, "these arrays have dimensions"
+            return _part(case, name, index, shape, zero_at_empty_rows)
+
+        made[name] = jax.make_array_from_callback(shape, places[name.removeprefix("d")], part)
+    return made
+
+
+def _part(case: Case, name: str, index: Index, shape: tuple[int, ...], zero_at_empty_rows: bool) -> np.ndarray:
+    """The elements of one tensor at an index of the global array, in layout order."""
+    if name == "sinks":
+        return draw_sinks(case).astype(np.float32)[index[0]]
+    batch_rows = np.arange(shape[0])[index[0]]
+    positions = case.problem.positions()[index[1]]
+    rows = rows_of(case, name, batch_rows, positions)[(slice(None), slice(None), *index[2:])]
+    if zero_at_empty_rows and name in ("dout", "dlse") and case.problem.padding is not None:
+        is_token = rows_of(case, "segment_ids", batch_rows, positions) != case.problem.padding
+        rows = np.where(is_token.reshape(*is_token.shape, *(1,) * (rows.ndim - 2)), rows, np.zeros((), rows.dtype))
+    return np.asarray(rows, order="C")
+
+
+class HeldRows:
+    """The rows of one output that this process's devices hold, indexed as the whole array would be."""
+
+    def __init__(self, array: jax.Array) -> None:
+        self._shards: list[tuple[list[range], np.ndarray]] = []
+        for shard in array.addressable_shards:
+            spans = [range(size)[part] for size, part in zip(array.shape, shard.index, strict=True)]
+            self._shards.append((spans, np.asarray(shard.data)))
+        self.ndim, self.dtype = array.ndim, array.dtype
+
+    def holds(self, batch_row: int, index: int, head: int) -> bool:
+        """Whether the row (batch row, index in the layout, head) is here."""
+        place = (batch_row, index, head)
+        return any(all(i in span for i, span in zip(place, spans, strict=False)) for spans, _ in self._shards)
+
+    def __getitem__(self, place: tuple[np.ndarray, np.ndarray, np.ndarray]) -> np.ndarray:
+        """The rows at arrays of batch rows, indices and heads.
+
+        Raises:
+            KeyError: a row that this process does not hold.
+        """
+        return np.array([self._row(*map(int, one)) for one in zip(*place, strict=True)])
+
+    def _row(self, *place: int) -> Any:
+        for spans, data in self._shards:
+            if all(i in span for i, span in zip(place, spans, strict=False)):
+                return data[tuple(i - span.start for i, span in zip(place, spans, strict=False))]
+        raise KeyError(f"this process holds no row {place}")
+
+
+def is_finite_here(array: jax.Array) -> bool:
+    """Whether what this process holds of an array is finite; the lse of a row without keys may be -inf."""
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        return True
+    return all(not np.isnan(np.asarray(shard.data, np.float64)).any() for shard in array.addressable_shards)

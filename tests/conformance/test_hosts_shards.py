@@ -1,0 +1,61 @@
+"""What a host holds: its own rows of the inputs in any layout, and rows of the outputs that it can be asked for."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+
+from conformance.case_text import parse_case
+from conformance.hosts.shards import HeldRows, is_finite_here, placed_shards
+from conformance.inputs import inputs_of
+from conformance.mesh import mesh_of
+
+_CASE = parse_case(
+    "v=1 batch=2 seq_len=16 num_query_heads=4 num_kv_heads=2 value_dim=6 layout=dual_chunk_swap sliding_window_size=5 "
+    "data_parallelism=2 tensor_parallelism=2 sinks=true padding=7 documents=5@7+11@1/16@2 dtype=bfloat16"
+)
+
+
+def test_the_arrays_are_those_of_the_case_in_layout_order() -> None:
+    mesh = mesh_of(_CASE.problem, jax.devices())
+    placed = placed_shards(_CASE, mesh, zero_at_empty_rows=False)
+    inputs, order = inputs_of(_CASE), _CASE.problem.positions()
+    assert set(placed) == {"query", "key", "value", "dout", "dlse", "segment_ids", "sinks"}, "all that the problem has"
+    for name, array in placed.items():
+        master = getattr(inputs, name)
+        expected = master if name == "sinks" else master[:, order]
+        np.testing.assert_array_equal(np.asarray(array), expected, err_msg=name)
+
+
+def test_cotangents_of_rows_without_keys_are_zero_for_targets_that_leave_them_undefined() -> None:
+    placed = placed_shards(_CASE, mesh_of(_CASE.problem, jax.devices()), zero_at_empty_rows=True)
+    is_padding = np.asarray(placed["segment_ids"]) == 7
+    for name in ("dout", "dlse"):
+        rows = np.asarray(placed[name], np.float32)
+        assert not rows[is_padding].any(), f"{name} of padding"
+        assert rows[~is_padding].all(), f"{name} of tokens is as drawn"
+
+
+def test_rows_are_found_where_the_whole_array_would_have_them() -> None:
+    mesh = mesh_of(_CASE.problem, jax.devices())
+    array = placed_shards(_CASE, mesh, zero_at_empty_rows=False)["query"]
+    held, whole = HeldRows(array), np.asarray(array)
+    place = (np.array([0, 1, 1]), np.array([3, 15, 0]), np.array([2, 0, 3]))
+    np.testing.assert_array_equal(held[place], whole[place])
+    assert held.holds(1, 15, 3), "all shards are in this process"
+
+
+def test_a_row_that_another_host_holds_is_neither_here_nor_made_up() -> None:
+    half = jax.device_put(np.arange(8.0).reshape(1, 4, 2), jax.devices()[0])
+    held = HeldRows(half)
+    assert not held.holds(0, 4, 0), "beyond what is here"
+    with pytest.raises(KeyError, match="holds no row"):
+        held[np.array([0]), np.array([4]), np.array([0])]
+
+
+@pytest.mark.parametrize(("value", "expected"), [(1.0, True), (-np.inf, True), (np.nan, False)])
+def test_nan_is_noticed_wherever_it_is(value: float, expected: bool) -> None:
+    array = np.zeros((4, 4))
+    array[3, 1] = value
+    assert is_finite_here(jax.device_put(array)) is expected, "an element that no place asks for"
