@@ -9,7 +9,7 @@ from __future__ import annotations
 from conformance.problem import Case
 
 # One case in so many, and its remainder. Odd remainders: such cases do not call attention_with_lse as well.
-_ONE_IN = {"errors": (32, 5), "remat": (64, 13), "work": (96, 21)}
+_ONE_IN = {"errors": (32, 5), "programs": (32, 3), "remat": (64, 13), "work": (96, 21)}
 
 
 def asks_errors(case: Case) -> bool:
@@ -25,6 +25,11 @@ def asks_remat(case: Case) -> bool:
 def asks_work(case: Case) -> bool:
     """Whether programs for longer sequences than this case's are compiled."""
     return _is_designated("work", case)
+
+
+def asks_programs(case: Case) -> bool:
+    """Whether another problem is called after this case, and then the case once more (the check `invariance`)."""
+    return _is_designated("programs", case)
 
 
 def _is_designated(check: str, case: Case) -> bool:

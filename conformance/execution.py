@@ -17,10 +17,12 @@ import jax
 import numpy as np
 
 from conformance.calling import ContractBroken, Named, Setting, forward, forward_and_gradients
+from conformance.designated import asks_programs
 from conformance.empty_rows import without_empty_row_cotangents
 from conformance.further import further_facts
 from conformance.inputs import NUM_DRAWS, Inputs, inputs_of, redraw
 from conformance.mesh import mesh_of, shardings_of
+from conformance.other_programs import other_programs
 from conformance.problem import Case
 from conformance.program_facts import program_facts
 from conformance.target import Declined, Target, calls_of
@@ -81,10 +83,21 @@ def _execute_supported(setting: Setting, case: Case, report: Report) -> tuple[Na
         message, arrays = _run(setting, program, draws, report, _variants(setting, case, inputs))
         if "raised" in message:
             return message, arrays
-        more, more_arrays = further_facts(setting, draws[0], report)
-        return message | more, arrays | more_arrays
+        for further in (
+            further_facts(setting, draws[0], report),
+            _other_programs(setting, case, draws[0], report),
+        ):
+            message, arrays = message | further[0], arrays | further[1]
+        return message, arrays
     # Outside of the except clause: what the forward raises again is no consequence of our having caught it.
     return _forward_alone(setting, draws, failed, report)
+
+
+def _other_programs(setting: Setting, case: Case, arrays: Named, report: Report) -> tuple[Named, dict[str, np.ndarray]]:
+    if "invariance" not in setting.checks or not asks_programs(case):
+        return {}, {}
+    report("calling another problem, then this one again")
+    return other_programs(setting, case, arrays, lambda other, inputs: _placed(other, _taken(other, inputs)))
 
 
 def _forward_alone(

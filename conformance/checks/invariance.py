@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from conformance.checks.compare import compare
+from conformance.checks.other_problems import judge_programs
 from conformance.checks.outcome import Outcome
 from conformance.checks.words import place, relation, segment_ids_of
 from conformance.evidence import Evidence
@@ -58,7 +59,9 @@ def check(evidence: Evidence) -> Outcome:
             shares[tensor] = max(shares.get(tensor, 0.0), 0.0 if looked.holds else np.inf)
             if not looked.holds and tensor not in findings:
                 findings[tensor] = _finding(evidence, variant, looked)
-    return Outcome(shares, tuple(findings.values()))
+    other = judge_programs(evidence, NAME)
+    kept = [found for found in other.findings if found.tensor not in findings]
+    return Outcome({**other.shares, **shares}, (*findings.values(), *kept))
 
 
 @dataclass(frozen=True)

@@ -76,6 +76,40 @@ class _Counts:
         return Gathered().attention(query, key, value, problem=problem, mesh=mesh, **optional) * (1 + drift)
 
 
+class _KeepsWindow:
+    """Remembers the window by the length of the sequence: right in a process of its own."""
+
+    name = "keeps_window"
+    empty_rows = "zero"
+
+    def __init__(self) -> None:
+        self._windows: dict[int, Any] = {}
+
+    def supports(self, problem: Any) -> str | None:
+        """As the target that it is made of."""
+        return right.supports(problem)
+
+    def attention(self, query: Any, key: Any, value: Any, *, problem: Any, **context: Any) -> Any:
+        """out, by the target contract."""
+        window = self._windows.setdefault(problem.seq_len, problem.window)
+        kept = problem.replace(window=window, sliding_window_size=None)
+        return right.attention(query, key, value, problem=kept, **context)
+
+
+class _WearsOut(_KeepsWindow):
+    """Right on the first two traces of a problem: the primal call and the forward of its VJP."""
+
+    name = "wears_out"
+
+    def __init__(self) -> None:
+        self._traces: dict[Any, int] = {}
+
+    def attention(self, query: Any, key: Any, value: Any, *, problem: Any, **context: Any) -> Any:
+        """out, by the target contract."""
+        self._traces[problem] = self._traces.get(problem, 0) + 1
+        return right.attention(query, key, value, problem=problem, **context) * (1.01 ** (self._traces[problem] > 2))
+
+
 def _sees_last_key(problem: Any, positions: Any, key_positions: Any, ids: Any, key_ids: Any) -> Any:
     """Query 1 of every row sees the last key too: one pair in the whole mask."""
     extra = (positions[:, :, None] == 1) & (key_positions[:, None, :] == problem.seq_len - 1)
@@ -90,3 +124,5 @@ leaks_batch_rows = Gathered(fetched=_leaks_batch_rows, name="leaks_batch_rows")
 leaks_heads = Gathered(attend=_leaks_heads, name="leaks_heads")
 sees_last_key = Gathered(mask=_sees_last_key, name="sees_last_key")
 counts = _Counts()
+keeps_window = _KeepsWindow()
+wears_out = _WearsOut()
