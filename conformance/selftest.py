@@ -8,6 +8,7 @@ Tests: tests/conformance/test_selftest.py.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import math
 import queue
@@ -34,8 +35,8 @@ from conformance.targets import bundled
 
 MAX_PROGRAMS = 15
 """Cases that a fault is tried on at most."""
-# A fault that was seen is tried on so many cases more in search of another check that sees it, counted from the last.
-_PROGRAMS_AFTER_SIGHT = 2
+# A fault that was seen is tried on so many cases more, counted from the last check that saw it for the first time.
+_PROGRAMS_AFTER_SIGHT = 1
 # Cases that each correct target is held to without the wrapping of the faults; with it, it is held to every case.
 _CASES_OF_CORRECT_TARGETS = 8
 _WORKERS = 2
@@ -50,7 +51,7 @@ class Trial:
 
     drawn: cases of the list that it says anything about. programs: how many of them were run. bites: on how many it
     differs from its twin. seen: for each check that had a finding, after how many programs it had its first.
-    smallest: the first finding. inconclusive: cases whose worker was lost once and not again.
+    first_finding: the first of all. inconclusive: cases whose worker was lost once and not again.
     """
 
     fault: Fault
@@ -58,7 +59,7 @@ class Trial:
     programs: int = 0
     bites: int = 0
     seen: Mapping[str, int] = field(default_factory=dict)
-    smallest: Finding | None = None
+    first_finding: Finding | None = None
     inconclusive: int = 0
 
     @property
@@ -121,8 +122,8 @@ def selftest(
     try:
         # The oracle's products are small, and the workers need the cores: BLAS threads that wait cost tenfold.
         with threadpool_limits(1), ThreadPoolExecutor(_WORKERS) as pool:
-            tasks = [pool.submit(bench.try_correct, strategy, ordered) for strategy in STRATEGIES]
-            tasks += [pool.submit(bench.try_fault, fault, ordered) for fault in faults]
+            tasks = [pool.submit(bench.try_fault, fault, ordered) for fault in faults]
+            tasks += [pool.submit(bench.try_correct, strategy, ordered) for strategy in STRATEGIES]
             try:
                 for number, task in enumerate(as_completed(tasks), 1):
                     progress(f"{number} of {len(tasks)}: {task.result()}")
@@ -169,6 +170,15 @@ def _order(case: Case) -> tuple[int, str]:
     return size // 4, hashlib.sha256(format_case(case).encode()).hexdigest()
 
 
+@dataclass(frozen=True)
+class _Look:
+    """A fault on one case, kept until its twin has been run on it."""
+
+    case: Case
+    has_findings: bool
+    evidence: Evidence | None
+
+
 class _Bench:
     """The workers and what they share: the clean twins' evidence, by strategy and case."""
 
@@ -195,16 +205,19 @@ class _Bench:
         return f"{strategy} as it is: {len(self._state.correct[strategy].findings)} findings"
 
     def try_fault(self, fault: Fault, cases: Sequence[Case]) -> str:
-        """The fault on its cases, each beside its clean twin, until nothing more is to be learnt."""
+        """The fault on its cases until nothing more is to be learnt, then its clean twin on the same ones."""
         drawn = [case for case in cases if Planted(fault, clean=False).supports(case.problem) is None]
         trial = Trial(fault, len(drawn))
+        looks: list[_Look] = []
         with self._session(f"conformance.faults:{fault.name}") as session:
             for case in spread(drawn, self._check_names, MAX_PROGRAMS):
-                twin = self._twin(fault, case, session)
-                session.load(f"conformance.faults:{fault.name}")
-                trial = _noted(trial, session.run(case), session.evidence, twin)
+                result = session.run(case)
+                looks.append(_Look(case, bool(result.findings), session.evidence))
+                trial = _noted(trial, result)
                 if trial.seen and trial.programs - max(trial.seen.values()) >= _PROGRAMS_AFTER_SIGHT:
                     break
+            bites = sum(_bites(look, self._twin(fault, look.case, session)) for look in looks)
+        trial = dataclasses.replace(trial, bites=bites)
         with self._lock:
             self._state.trials.append(trial)
         return f"{fault.name}: {trial.verdict}{''.join(f' {check}@{number}' for check, number in trial.seen.items())}"
@@ -213,7 +226,9 @@ class _Bench:
         """What the strategy gives in the same wrapping with nothing planted: the same for all faults of a strategy."""
         key = (fault.planted_in, format_case(case))
         if key not in self._twins:
-            session.load(f"conformance.faults:{fault.name}{CLEAN}")
+            twin = f"conformance.faults:{fault.name}{CLEAN}"
+            if session.description.spec != twin:
+                session.load(twin)
             self._note_correct(f"{fault.planted_in}{CLEAN}", session.run(case))
             self._twins[key] = session.evidence
         return self._twins[key]
@@ -237,19 +252,21 @@ class _Bench:
         self._idle.put(session)
 
 
-def _noted(trial: Trial, result: CaseResult, evidence: Evidence | None, twin: Evidence | None) -> Trial:
+def _noted(trial: Trial, result: CaseResult) -> Trial:
     """The trial after one more case."""
     programs = trial.programs + 1
     first_seen = {finding.check: programs for finding in result.findings}
-    # A worker that is lost twice has left no evidence, and differs from a twin that has.
-    bites = twin is not None and (bool(result.findings) if evidence is None else differs(evidence, twin))
-    smallest = trial.smallest or (result.findings[0] if result.findings else None)
-    return Trial(
-        trial.fault,
-        trial.drawn,
-        programs,
-        trial.bites + bites,
-        {**first_seen, **trial.seen},
-        smallest,
-        trial.inconclusive + (result.status == INCONCLUSIVE),
+    return dataclasses.replace(
+        trial,
+        programs=programs,
+        seen={**first_seen, **trial.seen},
+        first_finding=trial.first_finding or (result.findings[0] if result.findings else None),
+        inconclusive=trial.inconclusive + (result.status == INCONCLUSIVE),
     )
+
+
+def _bites(look: _Look, twin: Evidence | None) -> bool:
+    """A worker that is lost leaves no evidence: it differs from a twin that answers if that is a finding."""
+    if twin is None:
+        return False
+    return look.has_findings if look.evidence is None else differs(look.evidence, twin)

@@ -81,7 +81,7 @@ def _fault_content(trial: Trial) -> dict[str, Any]:
         "seen": dict(trial.seen),
         "verdict": trial.verdict,
         "inconclusive": trial.inconclusive,
-        "first_finding": None if trial.smallest is None else trial.smallest.to_json(),
+        "first_finding": None if trial.first_finding is None else trial.first_finding.to_json(),
     }
 
 

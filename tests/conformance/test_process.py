@@ -59,6 +59,23 @@ def test_a_worker_answers_one_case_after_another_whatever_its_target_prints(star
         assert arrays["0/attention/out"].shape == (1, 2, 1, 1), "and its arrays"
 
 
+def test_another_target_goes_on_in_the_same_process(start: Start, adapter: Spec) -> None:
+    worker = start("answers")
+    process_id = _pid(worker)
+    assert worker.load(adapter("processes:exits")) == worker.description, "the description is the new target's"
+    assert worker.description.spec.endswith("processes.py:exits")
+    assert _pid(worker) == process_id, "no process was started"
+    assert "exited with status 7" in _lost(worker).how, "the new target is the one that is called"
+
+
+def test_a_target_that_does_not_load_leaves_a_worker_that_takes_another(start: Start, adapter: Spec) -> None:
+    worker = start("answers")
+    with pytest.raises(TargetError, match="no attribute 'answer'; did you mean 'answers'"):
+        worker.load(adapter("processes:answer"))
+    worker.load(adapter("processes:prints"))
+    assert not isinstance(worker.run(_CASE), WorkerLost), "it answers again"
+
+
 def test_an_abort_is_told_by_signal_and_phase_with_the_last_words(start: Start) -> None:
     lost = _lost(start("aborts"))
     assert (lost.how, lost.phase) == ("killed by SIGABRT", "tracing and compiling"), "how, and during what"

@@ -47,6 +47,9 @@ class _Script:
         class _Worker:
             description = TargetDescription(spec, "target", **script.declared)
 
+            def load(self, spec: str) -> TargetDescription:
+                return TargetDescription(spec, "target", **script.declared)
+
             def send(self, case_text: str, checks: Any = ()) -> None:
                 cases.append(case_text)
 
@@ -166,6 +169,17 @@ def test_a_target_that_does_not_load_again_is_lost_and_does_not_end_the_run(star
     assert found.signature == "fails while loading the target again", "its own finding"
     assert found.detail == "Traceback: gone", "with the user's traceback"
     assert held.run(_OTHER).status == FINDING, "and the run goes on"
+
+
+def test_another_target_goes_on_in_the_same_workers_with_a_clean_record(start: Any, right_evidence: Build) -> None:
+    held, script = start(_ABORT, _ABORT, _reply(right_evidence(_CASE)), _ABORT, _reply(right_evidence(_CASE)))
+    assert held.run(_CASE).status == FINDING, "the first target was lost twice"
+    held.load("m:other")
+    assert (held.description.spec, held.workers_lost) == ("m:other", 0), "the losses were the first one's"
+    assert held.run(_CASE).status == CONFORMS
+    assert held.evidence is not None, "what was judged is there to look at"
+    assert len(script.started) == 3, "one worker was started for the second target, the others had been lost"
+    assert held.run(_CASE).status == INCONCLUSIVE, "an abort of this target has not been seen before"
 
 
 def test_float64_cases_have_a_worker_of_their_own(start: Any, right_evidence: Build) -> None:
