@@ -176,7 +176,7 @@ def _finding(evidence: Evidence, variant: str, moved: _Looked) -> Finding:
     names = ("batch row", "position", "head", "feature")[: len(index)] if len(index) > 1 else ("head",)
     where = ", ".join(f"{name} {i}" for name, i in zip(names, index, strict=True))
     reading = f"{moved.tensor} {moved.signature}: at {where} it is {got:.6g}, expected {expected:.6g}"
-    reading += f"; so are {int(moved.wrong.sum())} of {moved.wrong.size} elements"
+    reading += f"; {int(moved.wrong.sum())} of {moved.wrong.size} elements are wrong"
     if len(index) > 1:
         reading += f"; {place(case, index[1])}{_nearest_poison(case, variant, moved.tensor, index)}"
     return Finding(

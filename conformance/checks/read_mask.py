@@ -25,6 +25,8 @@ from conformance.variants import variant_inputs
 
 Mask = Bool[np.ndarray, "batch query key"]
 _OF_KEYS = ("dkey", "dvalue")
+# Two dozen attentions a tensor beyond this size take longer than the case itself.
+_MANY_LOGITS = 500_000
 
 
 @dataclass(frozen=True)
@@ -49,12 +51,12 @@ def reading_of(found: WrongMask, index: tuple[int, ...]) -> str:
     right = read_under(coded, found.tensor, sees, sees)
     by_a_key = found.wrong.any(axis=3) & ~_agree(found.got, right, found.allowance)
     rows: np.ndarray = np.any(found.wrong, axis=(2, 3))
+    if by_a_key.any() and not by_a_key[index[:2]].any():
+        index = tuple(int(i) for i in np.argwhere(by_a_key)[0])
     where = f"{place(case, index[1])}; {int(rows.sum())} of {rows.size} rows of {found.tensor} are wrong"
     if not by_a_key.any():
         who = f"{'key' if found.tensor in _OF_KEYS else 'query'} {index[1]}"
         return f"the row of {who} has a trace, far less than one key's part, of what it must not see; {where}"
-    if not by_a_key[index[:2]].any():
-        index = tuple(int(i) for i in np.argwhere(by_a_key)[0])
     usual = _usual(found, coded, sees, by_a_key)
     if usual is None:
         return f"{_key_at(found, coded, index, sees)}; {where}{_on_ranks(case, rows, np.ones_like(rows))}"
@@ -190,6 +192,8 @@ def _usual(
 ) -> tuple[str, Mask, np.ndarray] | None:
     """The usual mistake that all rows agree with, or else all wrong rows: its name, its mask, what it would read."""
     of_wrong_rows = None
+    if found.got.shape[0] * coded.query.shape[1] * found.got.shape[1] ** 2 > _MANY_LOGITS:
+        return None
     for words, mask in _usual_mistakes(found.evidence.case):
         for forward in (mask, sees):
             read = read_under(coded, found.tensor, forward, mask)

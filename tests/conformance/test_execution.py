@@ -21,6 +21,7 @@ from conformance.execution import execute
 from conformance.inputs import inputs_of, redraw
 from conformance.session import expected_names
 from conformance.target import make_target
+from conformance.variants import variant_inputs
 
 _CASE = parse_case(
     "v=1 seq_len=8 sliding_window_size=3 num_query_heads=2 num_kv_heads=2 head_dim=4 layout=dual_chunk_swap"
@@ -95,6 +96,47 @@ def test_the_target_is_traced_for_the_primal_and_the_vjp_and_not_again_for_the_s
 
     _run(attention)
     assert len(calls) == 2, "one program, compiled once: the primal call and the VJP's forward"
+
+
+def test_the_variants_that_checks_want_are_run_on_the_same_program() -> None:
+    traces: list[Any] = []
+
+    def attention(*arrays: Any, **context: Any) -> Any:
+        traces.append(context)
+        return _linear(*arrays, **context)
+
+    target, phases = make_target(SimpleNamespace(attention=attention), "m:t"), []
+    message, arrays = execute(target, _CASE, phases.append, ("visibility", "invariance"))
+    variants = ("coded", "loud", "poisoned_keys", "poisoned_queries", "changed", "again")
+    assert len(traces) == 2, "traced for the primal call and the VJP, and not again"
+    assert message == {"misplaced": {}, "diverged": {}}, "nothing went wrong"
+    assert phases[-6:] == [f"running variant {name}" for name in variants], "told in order, after the draws"
+    assert set(arrays) == expected_names(Evidence(target.description, _CASE, {}, {}, variants)), "all that is owed"
+    inputs = variant_inputs(_CASE, "coded")
+    assert inputs.segment_ids is not None, "the case has segments"
+    expected = inputs.query + 2 * inputs.key + 3 * inputs.value + inputs.segment_ids[:, :, None, None]
+    order = [0, 1, 6, 7, 2, 3, 4, 5]
+    np.testing.assert_allclose(arrays["coded/attention/out"], expected[:, order], rtol=1e-6, err_msg="in layout order")
+    assert np.array_equal(arrays["again/attention/out"], arrays["0/attention/out"]), "the first draw once more"
+
+
+def test_a_program_without_gradients_runs_on_the_draws_alone() -> None:
+    @jax.custom_vjp
+    def undifferentiable(array: Any) -> Any:
+        return array
+
+    def refuse(*_: Any) -> Any:
+        raise NotImplementedError("no gradient")
+
+    undifferentiable.defvjp(refuse, refuse)
+
+    def attention(query: Any, key: Any, value: Any, **context: Any) -> Any:
+        return undifferentiable(_linear(query, key, value, **context))
+
+    target = make_target(SimpleNamespace(attention=attention), "m:t")
+    message, arrays = execute(target, _CASE, lambda phase: None, ("visibility", "invariance"))
+    assert message["raised"]["where"] == "gradient", "a finding of the contract"
+    assert set(arrays) == {"0/attention/out", "1/attention/out"}, "and its forward on the draws"
 
 
 def test_the_target_is_told_the_problem_and_nothing_of_the_data() -> None:
