@@ -14,7 +14,7 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -35,8 +35,6 @@ from conformance.targets import bundled
 
 MAX_PROGRAMS = 15
 """Cases that a fault is tried on at most."""
-# A fault that was seen is tried on so many cases more, counted from the last check that saw it for the first time.
-_PROGRAMS_AFTER_SIGHT = 1
 # Cases that each correct target is held to without the wrapping of the faults; with it, it is held to every case.
 _CASES_OF_CORRECT_TARGETS = 8
 _WORKERS = 2
@@ -49,22 +47,22 @@ STRATEGIES = ("halo", "all_gather", "ring", "ulysses", "usp")
 class Trial:
     """What became of one fault.
 
-    drawn: cases of the list that it says anything about. programs: how many of them were run. bites: on how many it
-    differs from its twin. seen: for each check that had a finding, after how many programs it had its first.
-    first_finding: the first of all. inconclusive: cases whose worker was lost once and not again.
+    drawn: cases of the list that it says anything about. programs: how many of them were run; on the last of them it
+    was seen, if it was. bites: on how many it differs from its twin. seen: the checks that had a finding. inconclusive:
+    cases whose worker was lost once and not again.
     """
 
     fault: Fault
     drawn: int
     programs: int = 0
     bites: int = 0
-    seen: Mapping[str, int] = field(default_factory=dict)
+    seen: tuple[str, ...] = ()
     first_finding: Finding | None = None
     inconclusive: int = 0
 
     @property
     def verdict(self) -> str:
-        """ "seen", "bites, unseen" (a blind check) or "never bites" (a gap of the generator)."""
+        """What the trial says: a check that is blind, or a list of cases that has a gap, are told apart."""
         if self.seen:
             return "seen"
         return "bites, unseen" if self.bites else "never bites"
@@ -205,7 +203,7 @@ class _Bench:
         return f"{strategy} as it is: {len(self._state.correct[strategy].findings)} findings"
 
     def try_fault(self, fault: Fault, cases: Sequence[Case]) -> str:
-        """The fault on its cases until nothing more is to be learnt, then its clean twin on the same ones."""
+        """The fault on its cases until a check sees it, then its clean twin on the same ones."""
         drawn = [case for case in cases if Planted(fault, clean=False).supports(case.problem) is None]
         trial = Trial(fault, len(drawn))
         looks: list[_Look] = []
@@ -214,13 +212,13 @@ class _Bench:
                 result = session.run(case)
                 looks.append(_Look(case, bool(result.findings), session.evidence))
                 trial = _noted(trial, result)
-                if trial.seen and trial.programs - max(trial.seen.values()) >= _PROGRAMS_AFTER_SIGHT:
+                if trial.seen:
                     break
             bites = sum(_bites(look, self._twin(fault, look.case, session)) for look in looks)
         trial = dataclasses.replace(trial, bites=bites)
         with self._lock:
             self._state.trials.append(trial)
-        return f"{fault.name}: {trial.verdict}{''.join(f' {check}@{number}' for check, number in trial.seen.items())}"
+        return f"{fault.name}: {trial.verdict} {', '.join(trial.seen)}"
 
     def _twin(self, fault: Fault, case: Case, session: Session) -> Evidence | None:
         """What the strategy gives in the same wrapping with nothing planted: the same for all faults of a strategy."""
@@ -254,13 +252,11 @@ class _Bench:
 
 def _noted(trial: Trial, result: CaseResult) -> Trial:
     """The trial after one more case."""
-    programs = trial.programs + 1
-    first_seen = {finding.check: programs for finding in result.findings}
     return dataclasses.replace(
         trial,
-        programs=programs,
-        seen={**first_seen, **trial.seen},
-        first_finding=trial.first_finding or (result.findings[0] if result.findings else None),
+        programs=trial.programs + 1,
+        seen=tuple(dict.fromkeys(finding.check for finding in result.findings)),
+        first_finding=result.findings[0] if result.findings else None,
         inconclusive=trial.inconclusive + (result.status == INCONCLUSIVE),
     )
 

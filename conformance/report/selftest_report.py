@@ -63,7 +63,7 @@ def seen_by_one_check(state: Selftest) -> dict[str, list[str]]:
     alone: dict[str, list[str]] = {}
     for trial in state.trials:
         if len(trial.seen) == 1:
-            alone.setdefault(next(iter(trial.seen)), []).append(trial.fault.name)
+            alone.setdefault(trial.seen[0], []).append(trial.fault.name)
     return alone
 
 
@@ -78,7 +78,7 @@ def _fault_content(trial: Trial) -> dict[str, Any]:
         "drawn": trial.drawn,
         "programs": trial.programs,
         "bites": trial.bites,
-        "seen": dict(trial.seen),
+        "seen": list(trial.seen),
         "verdict": trial.verdict,
         "inconclusive": trial.inconclusive,
         "first_finding": None if trial.first_finding is None else trial.first_finding.to_json(),
@@ -88,11 +88,10 @@ def _fault_content(trial: Trial) -> dict[str, Any]:
 def _matrix(state: Selftest) -> Iterator[str]:
     """One line a fault; plain text, so that a log file holds all of it."""
     width = max((len(trial.fault.name) for trial in state.trials), default=0)
-    yield f"{'fault':{width}} kind drawn run bites  seen by (check@programs)"
+    yield f"{'fault':{width}} kind drawn run bites  seen by"
     for trial in state.trials:
         counts = f"{trial.fault.kind:>4} {trial.drawn:>5} {trial.programs:>3} {trial.bites:>5}"
-        seen = " ".join(f"{check}@{number}" for check, number in trial.seen.items())
-        yield f"{trial.fault.name:{width}} {counts}  {seen or trial.verdict.upper()}"
+        yield f"{trial.fault.name:{width}} {counts}  {', '.join(trial.seen) or trial.verdict.upper()}"
 
 
 def _remarks(state: Selftest) -> Iterator[str]:

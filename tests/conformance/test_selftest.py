@@ -83,7 +83,7 @@ def test_nothing_tried_is_no_pass() -> None:
 
 def _state(**changes: object) -> Selftest:
     fault = _FAULTS[0]
-    trial = Trial(fault, drawn=9, programs=3, bites=2, seen={"output": 1})
+    trial = Trial(fault, drawn=9, programs=3, bites=2, seen=("output",))
     state = Selftest("0123456789abcdef", 9, ("contract", "output"), 1, [trial], {"halo": Correct("halo", 4)})
     return dataclasses.replace(state, **changes)  # pyright: ignore[reportArgumentType]  # names of fields
 
@@ -112,7 +112,7 @@ def test_the_report_says_what_one_check_alone_sees(tmp_path: Path) -> None:
     path = write_selftest(_state(), {"seed": 0}, tmp_path)
     content = json.loads(path.read_text(encoding="utf-8"))
     assert content["seen_by_one_check_alone"] == {"output": ["window_one_key_wide"]}
-    assert content["faults"][0]["seen"] == {"output": 1}
+    assert content["faults"][0]["seen"] == ["output"]
     assert content["list_hash"] == "0123456789abcdef"
     assert content == selftest_content(_state(), {"seed": 0}), "the file is not the content"
 
