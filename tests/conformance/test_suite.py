@@ -14,6 +14,7 @@ from conformance.finding import Finding
 from conformance.problem import Case
 from conformance.session import CONFORMS, DECLINED, FINDING, INCONCLUSIVE, CaseResult
 from conformance.suite import EVERYTHING, NothingTried, Suite, SuiteFailure
+from conformance.target import TargetDescription
 
 _SHARES = {("contract", "call"): 0.0, ("output", "out"): 0.5}
 
@@ -23,6 +24,7 @@ class _Session:
 
     def __init__(self, behaves: Callable[[Case], CaseResult]) -> None:
         self.behaves, self.ran, self.closed = behaves, [], 0
+        self.description = TargetDescription("m:t", "t")
 
     def run(self, case: Case) -> CaseResult:
         self.ran.append(format_case(case))
@@ -65,6 +67,12 @@ def test_the_questions_are_every_check_on_every_area_and_one_about_everything(as
     assert {area for _, area in tests[1:]} == {"sinks", "soft_cap"}, "the areas of the list"
     assert ("output", "sinks") in tests, "a check of values"
     assert ("exact", "sinks") not in tests, "none of the cases is float64"
+
+
+def test_what_a_target_does_not_claim_is_skipped_whatever_was_measured(ask: Any) -> None:
+    asked, _ = ask(lambda case: CaseResult(case, CONFORMS, shares={**_SHARES, ("work", "flops"): 2.0}))
+    with pytest.raises(NothingTried, match="not claimed"):
+        asked.hold("m:t", "work", "sinks")
 
 
 def test_the_cases_of_an_area_run_once_for_all_checks(ask: Any) -> None:
