@@ -26,16 +26,20 @@ FACTOR = 4
 
 
 def work_facts(setting: Setting) -> dict[str, Any]:
-    """cost_facts of the programs "base", "longer" (the sequence) and "wider" (the window; traced only).
+    """cost_facts of the programs "base", "longer" (the sequence) and "wider" (the window).
+
+    The first two are compiled where the target claims `halo`; everything else is traced only.
 
     `raised` (type and message), where one of them raises; `declined`, where the target declines one.
     """
     facts: dict[str, Any] = {}
-    for name, problem, compiles in _problems(setting.problem):
+    # Compiling costs twice what the whole case does, and only a halo is judged by what it tells more: memory.
+    is_judged = setting.target.description.communication == "halo"
+    for name, problem, is_compared in _problems(setting.problem):
         try:
             if (reason := setting.target.supports(problem)) is not None:
                 return {"declined": reason}
-            facts[name] = _costs(setting, problem, compiles)
+            facts[name] = _costs(setting, problem, is_judged and is_compared)
         except Declined as error:
             return {"declined": str(error)}
         except Exception as error:  # noqa: BLE001  # whatever foreign code raises is a finding, not a failure of ours

@@ -47,6 +47,8 @@ def check(evidence: Evidence) -> Outcome:
     findings: list[Finding] = []
     figures: dict[str, float] = {}
     for tensor, measure, words, limit in _MEASURES:
+        if measure not in facts["longer"]:
+            continue  # known of compiled programs alone
         growth = _growth(facts, "longer", measure)
         figures[f"{measure}, sequence {_LENGTH_FACTOR} times as long"] = growth
         if measure in facts["wider"]:
