@@ -108,16 +108,17 @@ def _variant(check: str, name: str, build: Callable[[Case, DrawInputs], Inputs])
     """A variant, for every case whose program runs in a fraction of the time that it takes to compile (`loud`: for half
     of them).
 
-    Of a larger case the call is repeated, and one other variant is run, by turns of the seed. A case that is too large
-    to be answered everywhere has none.
+    Of a larger case the call is repeated, and one other variant is run, by turns of the seed; of a very large one, one
+    variant. A case that is too large to be answered everywhere has none.
     """
 
     def applies(case: Case) -> bool:
         if visible_pairs(case) > PROBE_BEYOND_PAIRS:
             return False
         if _products(case) > _MANY_PRODUCTS:
-            turns = _LARGE_TURNS if _logits(case) <= MANY_LOGITS else _VERY_LARGE_TURNS
-            return name in ("again", turns[case.seed % len(turns)])
+            if _logits(case) > MANY_LOGITS:
+                return name == _VERY_LARGE_TURNS[case.seed % len(_VERY_LARGE_TURNS)]
+            return name in ("again", _LARGE_TURNS[case.seed % len(_LARGE_TURNS)])
         return name != "loud" or case.seed % _LOUD_STRIDE == 0
 
     return Variant(check, build, applies)
@@ -134,8 +135,7 @@ def _products(case: Case) -> int:
 
 _LOUD_STRIDE = 2
 _LARGE_TURNS = ("coded", "poisoned_keys", "poisoned_queries", "coded", "changed", "loud")
-# The oracle's answer to coded inputs is what costs most there.
-_VERY_LARGE_TURNS = ("poisoned_keys", "coded", "poisoned_queries", "again")
+_VERY_LARGE_TURNS = ("again", "coded", "poisoned_keys", "poisoned_queries")
 
 VARIANTS: dict[str, Variant] = {
     "coded": _variant("visibility", "coded", lambda case, draws: coded_inputs(case)),

@@ -9,6 +9,7 @@ import pytest
 
 from conformance.case_list import case_list
 from conformance.case_text import parse_case
+from conformance.checks import CHECKS
 from conformance.inputs import Inputs, inputs_of, redraw
 from conformance.poison import poisoned_keys, poisoned_queries, touched, visible
 from conformance.problem import Case
@@ -48,6 +49,14 @@ def test_a_large_case_is_repeated_and_takes_the_others_by_turns() -> None:
     turns = [variants_of(large.replace(seed=seed), _BOTH) for seed in range(6)]
     assert all(len(turn) == 2 and turn[1] == "again" for turn in turns), "two more runs of the program"
     assert {turn[0] for turn in turns} == set(VARIANTS) - {"again"}, "each has its turn"
+
+
+def test_a_very_large_case_has_one_variant_by_turns() -> None:
+    very_large = parse_case("v=1 batch=4 seq_len=1024 num_query_heads=4 head_dim=64 sliding_window_size=64")
+    turns = [variants_of(very_large.replace(seed=seed), _BOTH) for seed in range(4)]
+    assert turns == [("again",), ("coded",), ("poisoned_keys",), ("poisoned_queries",)], "one more run"
+    asked = [CHECKS["visibility"].asks_about(very_large.replace(seed=seed)) for seed in range(4)]
+    assert asked == [False, True, False, False], "a check without a variant has no question there"
 
 
 def test_a_case_that_is_only_probed_has_no_variants() -> None:
