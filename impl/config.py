@@ -16,7 +16,7 @@ GLOBAL_STRATEGIES = ("all_gather", "ring", "ulysses", "usp")
 LOCAL_STRATEGIES = ("halo", *GLOBAL_STRATEGIES)
 LOAD_BALANCED_LAYOUTS = ("dual_chunk_swap", "striped")
 AXIS_NAMES = ("context_axis", "data_axis", "tensor_axis", "ulysses_axis")
-LOCAL_KERNELS = ("xla", "splash")
+LOCAL_KERNELS = ("xla", "splash", "pallas_halo")
 
 
 class AttentionType(enum.Enum):

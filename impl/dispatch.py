@@ -14,7 +14,7 @@ from impl.all_gather import all_gather
 from impl.config import AttentionConfig, AttentionType, ResolvedLayer, resolve
 from impl.halo import halo
 from impl.heads import plan_heads
-from impl.kernels import splash
+from impl.kernels import pallas_halo, splash
 from impl.kernels.interface import KernelConfig
 from impl.layer import Layer
 from impl.ring import ring
@@ -95,11 +95,18 @@ def _layer(
 
 def _kernel(operands: dict, mesh: Mesh, config: AttentionConfig, resolved: ResolvedLayer) -> str:
     """The local kernel: the one that the config names, or what suits the mesh's devices."""
+    query, value = operands["query"], operands["value"]
+    dtype, dims = jnp.dtype(query.dtype), (query.shape[3], value.shape[3])
     contiguous_keys = (resolved.strategy, resolved.layout) not in (("ring", "striped"), ("usp", "striped"))
-    reason = splash.unsupported(jnp.dtype(operands["query"].dtype), contiguous_keys)
-    if config.local_kernel == "splash" and reason is not None:
-        raise ValueError(f"local_kernel 'splash' cannot run this layer: {reason}")
-    return config.local_kernel or ("splash" if _is_tpu(mesh) and reason is None else "xla")
+    reasons = {
+        "pallas_halo": pallas_halo.unsupported(dtype, dims, resolved.strategy, resolved.window, _is_tpu(mesh)),
+        "splash": splash.unsupported(dtype, contiguous_keys),
+        "xla": None,
+    }
+    if config.local_kernel and reasons[config.local_kernel] is not None:
+        reason = reasons[config.local_kernel]
+        raise ValueError(f"local_kernel {config.local_kernel!r} cannot run this layer: {reason}")
+    return config.local_kernel or ("splash" if _is_tpu(mesh) and reasons["splash"] is None else "xla")
 
 
 def _is_tpu(mesh: Mesh) -> bool:

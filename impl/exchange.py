@@ -5,6 +5,7 @@ carry it out inside `jax.shard_map`, `send_home` and `add_arrived` bring the gra
 """
 
 import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -250,6 +251,22 @@ def key_runs(
         pieces = [_piece(rows, received, plan, piece, rank) for piece in run.pieces]
         runs.append(pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=1))
     return tuple(runs)
+
+
+def halos(
+    rows: Shaped[Array, "batch rows ..."],
+    received: Sequence[Shaped[Array, "batch halo_rows ..."]],
+    plan: HaloPlan,
+    rank: Int32[Array, ""],
+) -> tuple[Shaped[Array, "batch rows_before ..."], ...]:
+    """The part of each key run that precedes its chunk: the halo alone, none of the chunk's own rows."""
+    result = []
+    for run in plan.key_runs:
+        ends = itertools.accumulate(piece.rows for piece in run.pieces)
+        before = [piece for piece, end in zip(run.pieces, ends, strict=True) if end <= run.rows_before]
+        pieces = [_piece(rows, received, plan, piece, rank) for piece in before] or [rows[:, :0]]
+        result.append(pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=1))
+    return tuple(result)
 
 
 def _piece(rows: Array, received: Sequence[Array], plan: HaloPlan, piece: Piece, rank: Int32[Array, ""]) -> Array:

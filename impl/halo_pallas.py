@@ -1,0 +1,161 @@
+"""The halo strategy with the Pallas kernels that read halo and local keys apart: nothing is joined in HBM.
+
+Rows travel by the plan of exchange.py, as in halo.py; here every chunk's halo stays an operand of its own, and one call
+writes into the other's result. Tested in tests/impl/test_pallas_halo.py and test_strategies.py.
+"""
+
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from impl import exchange, heads
+from impl.exchange import HaloPlan
+from impl.kernels import pallas_halo
+from impl.kernels.interface import LocalGradients, RowCotangents, accumulation_dtype
+from impl.kernels.pallas_blocks import Band
+from impl.kernels.pallas_halo import Blocks, ChunkRows
+from impl.kernels.pallas_halo_backward import band_backward
+from impl.kernels.pallas_halo_forward import ForwardResult, band_forward
+from impl.kernels.xla import sink_gradient
+from impl.layer import Layer
+from impl.local_attention import tensor_shard
+from impl.strategy import Operands, Received, Strategy
+
+
+def _forward(operands: Operands, layer: Layer) -> tuple[Array, Array, Received]:
+    send = functools.partial(exchange.exchange, plan=_plan(layer), axis_name=layer.context_axis)
+    ids, config = operands.segment_ids, layer.kernel_config
+    received = Received(send(operands.key), send(operands.value), () if ids is None else send(ids))
+    chunks = _chunks(operands, received, layer)
+    calls = _calls(chunks, layer)
+    inner: list[ForwardResult | None] = [
+        None if interior is None else band_forward(pallas_halo.band_operands(chunk, interior), interior, config)
+        for chunk, (_, interior) in zip(chunks, calls, strict=True)
+    ]
+    # The interior's kernels run before anybody waits for the halo, which is on its way from the start.
+    inner, arrived = lax.optimization_barrier((inner, received))
+    results = []
+    for chunk, (boundary, _), result in zip(_chunks(operands, arrived, layer), calls, inner, strict=True):
+        whole = band_forward(pallas_halo.band_operands(chunk, boundary), boundary, config, result)
+        results.append(pallas_halo.forward_rows(whole, chunk))
+    out, lse = _side_by_side(results)
+    # Not `received`: what the backward prepares of it could otherwise be waited for before the interior runs.
+    return out, lse, arrived
+
+
+def _backward(operands: Operands, received: Received, cotangents: RowCotangents, layer: Layer) -> LocalGradients:
+    plan, config = _plan(layer), layer.kernel_config
+    chunks = _chunks(operands, received, layer)
+    calls = _calls(chunks, layer)
+    rows = [
+        pallas_halo.band_cotangents(RowCotangents(*slots), boundary)
+        for slots, (boundary, _) in zip(
+            zip(*(_slots(array, plan) for array in cotangents), strict=True), calls, strict=True
+        )
+    ]
+    # The boundary's kernels run first, so that the gradients of its halo travel home while the interior's run.
+    results = [
+        band_backward(pallas_halo.band_operands(chunk, boundary), chunk_rows, boundary, config)
+        for chunk, (boundary, _), chunk_rows in zip(chunks, calls, rows, strict=True)
+    ]
+    halo = [pallas_halo.halo_gradients(result, chunk, config) for result, chunk in zip(results, chunks, strict=True)]
+    own_share, arrived = _sent_home(halo, operands, received, layer)
+    results = [
+        result
+        if interior is None
+        else band_backward(pallas_halo.band_operands(chunk, interior), chunk_rows, interior, config, result)
+        for chunk, (_, interior), chunk_rows, result in zip(chunks, calls, rows, results, strict=True)
+    ]
+    results, arrived = lax.optimization_barrier((results, arrived))
+    dquery, *own = _side_by_side(
+        [pallas_halo.own_gradients(result, chunk, config) for result, chunk in zip(results, chunks, strict=True)]
+    )
+    dkey, dvalue = (
+        exchange.add_arrived(_collapsed(rows, keys, layer) + share, home, plan)
+        for rows, keys, share, home in zip(own, (operands.key, operands.value), own_share, arrived, strict=True)
+    )
+    lse = jnp.where(jnp.isneginf(cotangents.lse), pallas_halo.NO_ROW_LSE, cotangents.lse)
+    return LocalGradients(dquery, dkey, dvalue, sink_gradient(operands.sinks, lse, cotangents.delta))
+
+
+STRATEGY = Strategy(_forward, _backward)
+
+
+def _plan(layer: Layer) -> HaloPlan:
+    return exchange.halo_plan(layer.layout, layer.context_parallelism, layer.seq_len, layer.kernel_config.window)
+
+
+def _calls(chunks: Sequence[ChunkRows], layer: Layer) -> list[tuple[Band, Band | None]]:
+    """(boundary, interior) of each chunk."""
+    left = layer.kernel_config.window[0]
+    assert left is not None, "unsupported() declines unbounded windows"
+    return [pallas_halo.bands(chunk, left, Blocks.fitting(chunk.query.shape[1], left)) for chunk in chunks]
+
+
+def _chunks(operands: Operands, received: Received, layer: Layer) -> list[ChunkRows]:
+    """Each of a rank's chunks beside its halo."""
+    plan, rank = _plan(layer), lax.axis_index(layer.context_axis)
+    ids = operands.segment_ids
+    whole = [operands.query, *(_expanded(rows, layer) for rows in (operands.key, operands.value))]
+    halos = [_halos(own, rows, layer) for own, rows in zip(operands[1:3], received[:2], strict=True)]
+    slots = range(len(plan.key_runs))
+    return [
+        ChunkRows(
+            *(_slots(rows, plan)[slot] for rows in whole),
+            *(rows[slot] for rows in halos),
+            first_position=exchange.chunk_positions(plan, slot, rank)[0],
+            segment_ids=None if ids is None else _slots(ids, plan)[slot],
+            halo_segment_ids=None if ids is None else exchange.halos(ids, received.segment_ids, plan, rank)[slot],
+            sinks=operands.sinks,
+        )
+        for slot in slots
+    ]
+
+
+def _halos(own: Array, received: Sequence[Array], layer: Layer) -> Sequence[Array]:
+    """The halo of each chunk, with the kernel's kv heads; linear in both."""
+    halos = exchange.halos(own, received, _plan(layer), lax.axis_index(layer.context_axis))
+    return [_expanded(rows, layer) for rows in halos]
+
+
+def _sent_home(
+    halo_gradients: Sequence[tuple[Array, Array]], operands: Operands, received: Received, layer: Layer
+) -> tuple[list[Array], list[Sequence[Array]]]:
+    """Of key and value: what halos owe the rank's own rows, and what other ranks owe them, arriving."""
+    send_home = functools.partial(exchange.send_home, plan=_plan(layer), axis_name=layer.context_axis)
+    own_shares, arrived = [], []
+    for index, (own, rows) in enumerate(((operands.key, received.key), (operands.value, received.value))):
+        avals = jax.tree.map(
+            lambda array: jax.ShapeDtypeStruct(array.shape, accumulation_dtype(array.dtype)), (own, rows)
+        )
+        transpose = jax.linear_transpose(lambda own, rows: _halos(own, rows, layer), *avals)
+        own_share, travelling = transpose([gradients[index] for gradients in halo_gradients])
+        own_shares.append(own_share)
+        arrived.append(send_home(travelling))
+    return own_shares, arrived
+
+
+def _expanded(rows: Array, layer: Layer) -> Array:
+    return heads.expand(rows, layer.heads, tensor_shard(layer))
+
+
+def _collapsed(gradient: Array, selected: Array, layer: Layer) -> Array:
+    """Sums the gradients of a kv head's copies."""
+    if layer.heads.aligned:
+        return gradient
+    aval = jax.ShapeDtypeStruct(selected.shape, gradient.dtype)
+    (collapsed,) = jax.linear_transpose(lambda rows: _expanded(rows, layer), aval)(gradient)
+    return collapsed
+
+
+def _slots(rows: Array, plan: HaloPlan) -> list[Array]:
+    return jnp.split(rows, len(plan.key_runs), axis=1)
+
+
+def _side_by_side(parts: Sequence[Sequence[Array]]) -> list[Array]:
+    """The chunks' rows in the rank's order, array by array."""
+    return [arrays[0] if len(arrays) == 1 else jnp.concatenate(arrays, axis=1) for arrays in zip(*parts, strict=True)]

@@ -1,0 +1,185 @@
+"""Local attention with a window by Pallas TPU kernels that read a chunk's halo and its own keys as separate operands.
+
+Chooses blocks, brings rows into the kernels' order (heads first, whole blocks) and their results back; what the kernels
+decline is said by `unsupported`. Used by impl/halo_pallas.py; tested in tests/impl/test_pallas_halo.py.
+"""
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
+
+from impl.kernels.interface import KernelConfig, RowCotangents
+from impl.kernels.pallas_blocks import LANES, Band
+from impl.kernels.pallas_halo_backward import BackwardResult, BandCotangents
+from impl.kernels.pallas_halo_forward import BandOperands, ForwardResult
+
+NO_ROW_LSE = 1e30
+"""Stands for the lse of rows without keys in the backward: makes every probability of the row exactly zero."""
+BLOCK = 512
+LONG_TILE = 256
+"""The matrix unit's own size: shorter tiles leave part of it idle, longer ones compute more of what nobody sees."""
+
+
+def unsupported(
+    dtype: jnp.dtype, dims: tuple[int, int], strategy: str, window: tuple[int | None, int | None], compiled: bool
+) -> str | None:
+    """Why these kernels cannot run a layer, or None. All lengths are taken: rows are padded to whole blocks.
+
+    dims: head_dim and value_dim. compiled: for a TPU, rather than interpreted.
+    """
+    if strategy != "halo":
+        return f"its keys come as a halo and the chunk's own, got strategy {strategy!r}"
+    if dtype not in (jnp.bfloat16, jnp.float32):
+        return f"it accumulates in float32 and runs bfloat16 and float32, got {dtype.name} inputs"
+    left, right = window
+    if left is None or right != 0:
+        return f"it needs a window that ends at the query and has a beginning, got window {window}"
+    if compiled and any(dim % LANES for dim in dims):
+        return f"it fetches whole rows of {LANES} lanes, got head_dim and value_dim {dims}"
+    return None
+
+
+class ChunkRows(NamedTuple):
+    """One chunk of a rank: its rows, and the halo before them, whose last row is the position before the chunk's first.
+
+    first_position: of the chunk. Ids are None where the layer has none.
+    """
+
+    query: Float[Array, "batch rows num_query_heads head_dim"]
+    key: Float[Array, "batch rows num_kv_heads head_dim"]
+    value: Float[Array, "batch rows num_kv_heads value_dim"]
+    halo_key: Float[Array, "batch halo_rows num_kv_heads head_dim"]
+    halo_value: Float[Array, "batch halo_rows num_kv_heads value_dim"]
+    first_position: Int32[Array, ""]
+    segment_ids: Int32[Array, "batch rows"] | None = None
+    halo_segment_ids: Int32[Array, "batch halo_rows"] | None = None
+    sinks: Float[Array, " num_query_heads"] | None = None
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Rows of a block and of a tile: see pallas_blocks.Band. Tests use small ones."""
+
+    block: int
+    tile: int
+
+    @classmethod
+    def fitting(cls, rows: int, window_left: int) -> "Blocks":
+        """The best by libtpu's static schedule (bench/tpu_schedule.py), for a chunk of `rows`."""
+        tile = LONG_TILE if window_left + 1 >= LONG_TILE and rows >= LONG_TILE else LANES
+        return cls(min(BLOCK, -(-rows // tile) * tile), tile)
+
+
+def bands(chunk: ChunkRows, window_left: int, blocks: Blocks) -> tuple[Band, Band | None]:
+    """The calls of a chunk: (boundary, interior), whose queries see some or nothing of the halo. The interior is None
+    where it would be less than half of the chunk: too short to hide a transfer behind; the boundary is then everything.
+    """
+    batch, rows, num_query_heads, _ = chunk.query.shape
+    num_kv_heads = chunk.key.shape[2]
+    whole = Band(
+        left=window_left,
+        block=blocks.block,
+        tile=blocks.tile,
+        first_block=0,
+        blocks=-(-rows // blocks.block),
+        heads=batch * num_kv_heads,
+        num_kv_heads=num_kv_heads,
+        group=num_query_heads // num_kv_heads,
+    )
+    outer = whole.blocks_before
+    if outer == 0 or 2 * outer > whole.blocks:
+        return whole, None
+    return replace(whole, blocks=outer), replace(whole, first_block=outer, blocks=whole.blocks - outer)
+
+
+def band_operands(chunk: ChunkRows, band: Band) -> BandOperands:
+    """The chunk's rows as the kernels want them; halo and own rows stay apart.
+
+    An interior band's hold nothing of the halo: they must not depend on anything that travels.
+    """
+    rows, halo_rows = chunk.query.shape[1], chunk.halo_key.shape[1]
+    after = -rows % band.block
+    before = band.blocks_before * band.block
+    halo = before > 0 and band.first_block == 0
+    query = heads_first(chunk.query, 0, after)
+    return BandOperands(
+        query=query.reshape(band.heads, band.group, *query.shape[1:]),
+        key=heads_first(chunk.key, 0, after),
+        value=heads_first(chunk.value, 0, after),
+        halo_key=heads_first(chunk.halo_key, before - halo_rows, 0) if halo else None,
+        halo_value=heads_first(chunk.halo_value, before - halo_rows, 0) if halo else None,
+        lowest=jnp.maximum(-halo_rows, -chunk.first_position).astype(jnp.int32)[None],
+        segment_ids=_tiles_of_ids(chunk, band, halo),
+        sinks=chunk.sinks,
+    )
+
+
+def band_cotangents(rows: RowCotangents, band: Band) -> BandCotangents:
+    """Cotangents as the kernels want them."""
+    after = -rows.lse.shape[1] % band.block
+    lse = jnp.where(jnp.isneginf(rows.lse), NO_ROW_LSE, rows.lse)
+    dout, lse, delta = (
+        heads_first(array, 0, after, fill) for array, fill in ((rows.dout, 0), (lse, NO_ROW_LSE), (rows.delta, 0))
+    )
+    return BandCotangents(*(array.reshape(band.heads, band.group, *array.shape[1:]) for array in (dout, lse, delta)))
+
+
+def forward_rows(result: ForwardResult, chunk: ChunkRows) -> tuple[Array, Array]:
+    """(out, lse), rows first, in float32; out has been rounded to the inputs' dtype."""
+    batch, rows = chunk.query.shape[:2]
+    out, lse = (rows_first(array.reshape(-1, *array.shape[2:]), batch, 0, rows) for array in result)
+    return out.astype(jnp.float32), lse
+
+
+def own_gradients(result: BackwardResult, chunk: ChunkRows, config: KernelConfig) -> tuple[Array, Array, Array]:
+    """(dquery, dkey, dvalue) of the chunk's own rows, rows first, in float32; dquery has been rounded by the kernel."""
+    batch, rows = chunk.query.shape[:2]
+    dquery = rows_first(result.dquery.reshape(-1, *result.dquery.shape[2:]), batch, 0, rows)
+    dkey = rows_first(result.dkey, batch, 0, rows) * config.scale
+    return dquery.astype(jnp.float32), dkey, rows_first(result.dvalue, batch, 0, rows)
+
+
+def halo_gradients(result: BackwardResult, chunk: ChunkRows, config: KernelConfig) -> tuple[Array, Array]:
+    """(dkey, dvalue) of the halo's rows, rows first, in float32."""
+    if result.dhalo_key is None or result.dhalo_value is None:
+        return jnp.zeros(chunk.halo_key.shape, jnp.float32), jnp.zeros(chunk.halo_value.shape, jnp.float32)
+    batch, rows = chunk.halo_key.shape[:2]
+    first = result.dhalo_key.shape[1] - rows
+    dkey = rows_first(result.dhalo_key, batch, first, rows) * config.scale
+    return dkey, rows_first(result.dhalo_value, batch, first, rows)
+
+
+def _tiles_of_ids(chunk: ChunkRows, band: Band, halo: bool) -> Int32[Array, "batch tiles 1 tile"] | None:
+    """Ids of halo and chunk in one array: four bytes a row, joined for the kernel's convenience."""
+    if chunk.segment_ids is None or chunk.halo_segment_ids is None:
+        return None
+    batch, rows = chunk.segment_ids.shape
+    after = -rows % band.block
+    before = band.blocks_before * band.block
+    if halo:
+        ids = jnp.concatenate([chunk.halo_segment_ids, chunk.segment_ids], axis=1)
+        before -= chunk.halo_segment_ids.shape[1]
+    else:
+        ids = chunk.segment_ids
+    return jnp.pad(ids, ((0, 0), (before, after))).reshape(batch, -1, 1, band.tile)
+
+
+def heads_first(
+    rows: Float[Array, "batch rows heads ..."], before: int, after: int, fill: float = 0
+) -> Float[Array, "batch_heads padded_rows ..."]:
+    """Rows by pairs of batch row and head, with `fill` before and after them."""
+    padding = [(0, 0)] * rows.ndim
+    padding[2] = (before, after)
+    moved = jnp.swapaxes(rows, 1, 2)
+    padded = jnp.pad(moved, padding, constant_values=fill) if before or after else moved
+    return padded.reshape(-1, *padded.shape[2:])
+
+
+def rows_first(
+    array: Float[Array, "batch_heads padded_rows ..."], batch: int, first: int, rows: int
+) -> Float[Array, "batch rows heads ..."]:
+    """The way back of `heads_first`."""
+    kept = array[:, first : first + rows]
+    return jnp.swapaxes(kept.reshape(batch, -1, *kept.shape[1:]), 1, 2)

@@ -1,0 +1,228 @@
+"""The backward Pallas TPU kernel of local attention with a window: dquery, dkey and dvalue in one pass over the band.
+
+Logits are made once, keys by queries, so that of the five matmuls only dquery's reads anything transposed. Gradients of
+keys gather in float32 in VMEM, in a ring beside that of the keys, and leave when the band has passed (pallas_flush.py).
+Geometry: pallas_blocks.py. Tested in tests/impl/test_pallas_halo.py.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float
+
+from impl.kernels import pallas_blocks as blocks
+from impl.kernels import pallas_ring as ring_of
+from impl.kernels.interface import KernelConfig
+from impl.kernels.pallas_blocks import HIDDEN, LOG2_E, Band, Mask
+from impl.kernels.pallas_flush import GradientRing, flush_gradients, open_gradients
+from impl.kernels.pallas_halo_forward import BandOperands
+from impl.kernels.pallas_ring import HBM, KeyRing, now
+
+
+class BandCotangents(NamedTuple):
+    """What the backward knows of each query row: interface.RowCotangents, heads first.
+
+    Rows without a visible key, and rows that only fill a block, have a very large lse: their probabilities are zero.
+    """
+
+    dout: Float[Array, "heads group rows value_dim"]
+    lse: Float[Array, "heads group rows"]
+    delta: Float[Array, "heads group rows"]
+
+
+class BackwardResult(NamedTuple):
+    """dquery in the inputs' dtype, complete; gradients of keys in float32, dkey and dhalo_key not yet scaled.
+
+    The halo's are None where the call's queries see none.
+    """
+
+    dquery: Float[Array, "heads group rows head_dim"]
+    dkey: Float[Array, "heads rows head_dim"]
+    dvalue: Float[Array, "heads rows value_dim"]
+    dhalo_key: Float[Array, "heads halo_rows head_dim"] | None
+    dhalo_value: Float[Array, "heads halo_rows value_dim"] | None
+
+
+def band_backward(
+    operands: BandOperands,
+    cotangents: BandCotangents,
+    band: Band,
+    config: KernelConfig,
+    into: BackwardResult | None = None,
+) -> BackwardResult:
+    """Gradients by the band's query blocks, added to those of `into`; rows that neither reaches are undefined."""
+    head_dim, value_dim = operands.query.shape[-1], operands.value.shape[-1]
+    ids, halo = operands.segment_ids, operands.halo_key is not None
+    optional = [
+        (operands.halo_key, HBM),
+        (operands.halo_value, HBM),
+        (ids, None if ids is None else ring_of.segment_ids_spec(ids.shape[1], band, now)),
+        *((array, HBM) for array in (() if into is None else into[:3])),
+    ]
+    inputs = [
+        (operands.query, ring_of.query_spec(band, head_dim, now)),
+        (operands.key, HBM),
+        (operands.value, HBM),
+        (cotangents.dout, ring_of.query_spec(band, value_dim, now)),
+        (cotangents.lse, ring_of.row_spec(band, now)),
+        (cotangents.delta, ring_of.row_spec(band, now)),
+        *((array, spec) for array, spec in optional if array is not None),
+    ]
+    shapes = [(operands.query.shape, operands.query.dtype)]
+    keys = (operands.key, operands.value, *((operands.halo_key, operands.halo_value) if halo else ()))
+    shapes += [(array.shape, jnp.dtype(jnp.float32)) for array in keys if array is not None]
+    first_alias = 1 + len(inputs) - 3
+    with jax.enable_x64(False):
+        results = pl.pallas_call(
+            functools.partial(_kernel, band=band, config=config, given=(halo, ids is not None, into is not None)),
+            grid_spec=pltpu.PrefetchScalarGridSpec(
+                num_scalar_prefetch=1,
+                grid=(band.steps,),
+                in_specs=[spec for _, spec in inputs],
+                out_specs=[ring_of.query_spec(band, head_dim, now), *[HBM] * len(keys)],
+                scratch_shapes=[
+                    pltpu.VMEM((band.slots * band.block, head_dim), operands.key.dtype),
+                    pltpu.VMEM((band.slots * band.block, value_dim), operands.value.dtype),
+                    pltpu.SemaphoreType.DMA((2, band.slots)),
+                    pltpu.VMEM((band.slots * band.block, head_dim), jnp.float32),
+                    pltpu.VMEM((band.slots * band.block, value_dim), jnp.float32),
+                    pltpu.SemaphoreType.DMA((2, band.slots)),
+                ],
+            ),
+            out_shape=[jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes],
+            input_output_aliases={} if into is None else {first_alias + index: index for index in range(3)},
+            compiler_params=ring_of.compiler_params(),
+            cost_estimate=ring_of.cost(band, 3 * head_dim + 2 * value_dim, 1, operands.query.dtype),
+            name="pallas_halo_backward",
+            interpret=config.interpret,
+        )(operands.lowest, *(array for array, _ in inputs))
+    return BackwardResult(*results, *(() if halo else (None, None)))
+
+
+class _Refs(NamedTuple):
+    query: Any
+    dout: Any
+    lse: Any
+    delta: Any
+    ring: KeyRing
+    gradients: GradientRing
+    mask: Mask
+    dquery: Any
+
+
+def _kernel(lowest, query, key, value, dout, lse, delta, *refs, band: Band, config: KernelConfig, given) -> None:
+    given_halo, given_ids, given_into = given
+    rest = iter(refs)
+    halo = (next(rest), next(rest)) if given_halo else None
+    ids = next(rest) if given_ids else None
+    for _ in range(3 * given_into):
+        next(rest)  # The gradients so far are read through the outputs, which are the same memory.
+    dquery, dkey, dvalue = next(rest), next(rest), next(rest)
+    dhalo = (next(rest), next(rest)) if given_halo else None
+    key_buffer, value_buffer, semaphores, dkey_buffer, dvalue_buffer, gradient_semaphores = rest
+    ring = KeyRing((key, value), halo, (key_buffer, value_buffer), semaphores)
+    gradients = GradientRing((dkey, dvalue), dhalo, (dkey_buffer, dvalue_buffer), gradient_semaphores, given_into)
+    mask = Mask(lowest[0], ids, band.blocks_before * band.tiles_per_block, config.padding_segment_id)
+    step = pl.program_id(0)
+    ring_of.fetch_keys(ring, band, step)
+    open_gradients(gradients, band, step)
+    refs_of_step = _Refs(query, dout, lse, delta, ring, gradients, mask, dquery)
+    compute = functools.partial(_compute, refs_of_step, band, config, step)
+    if given_ids or not given_halo:
+        # Without a halo the call begins so far into the chunk that no query sees beyond the sequence.
+        compute(mask if given_ids else None)
+    else:
+        _, block = band.head_and_block(step)
+        clipped = block * band.block - band.left < mask.lowest
+        # Blocks that see nothing beyond the sequence's beginning run a program without that mask.
+        pl.when(clipped)(functools.partial(compute, mask))
+        pl.when(jnp.logical_not(clipped))(functools.partial(compute, None))
+    flush_gradients(gradients, band, step)
+
+
+class _Column(NamedTuple):
+    """One column of one query tile between its two stages: products of query with key, and of dout with value."""
+
+    tile: int
+    offsets: tuple[int, ...]
+    products: Float[Array, "tile stacked"]
+    dweights: Float[Array, "tile stacked"]
+
+
+def _compute(refs: _Refs, band: Band, config: KernelConfig, step: Any, mask: Mask | None) -> None:
+    columns = [(tile, offsets) for tile in range(band.tiles_per_block) for offsets in band.columns]
+    # The matmuls of a column are issued before the exponentials of the one before it, to run beside them.
+    ahead = _products(refs, band, step, *columns[0])
+    dquery: Any = None
+    for index in range(len(columns)):
+        column = ahead
+        if index + 1 < len(columns):
+            ahead = _products(refs, band, step, *columns[index + 1])
+        part = _gradients(refs, band, config, step, column, mask)
+        dquery = part if column.offsets == band.columns[0] else dquery + part
+        if column.offsets == band.columns[-1]:
+            rows = pl.ds(column.tile * band.tile, band.tile)
+            scaled = (dquery * config.scale).reshape(band.group, band.tile, -1)
+            refs.dquery[0, :, rows, :] = scaled.astype(refs.dquery.dtype)
+
+
+def _products(refs: _Refs, band: Band, step: Any, tile: int, offsets: tuple[int, ...]) -> _Column:
+    head, block = band.head_and_block(step)
+    key_buffer, value_buffer = refs.ring.buffers
+    query, dout = _stacked(refs.query, band, tile), _stacked(refs.dout, band, tile)
+    places = [band.ring_rows(head, block, tile + offset) for offset in offsets]
+    products = [blocks.matmul(key_buffer[place, :], query, (1, 1)) for place in places]
+    dweights = [blocks.matmul(value_buffer[place, :], dout, (1, 1)) for place in places]
+    return _Column(
+        tile,
+        offsets,
+        blocks.joined(band, products, keys_axis=0),
+        blocks.joined(band, dweights, keys_axis=0),
+    )
+
+
+def _gradients(refs: _Refs, band: Band, config: KernelConfig, step: Any, column: _Column, mask: Mask | None) -> Array:
+    """Adds a column's share to the gradients of its keys; returns that of the queries [stacked, head_dim], unscaled."""
+    head, block = band.head_and_block(step)
+    tile, offsets = column.tile, column.offsets
+    logits = blocks.base2(column.products, config)
+    visible = blocks.visible_column(band, block, tile, offsets, mask, keys_axis=0)
+    seen = logits if visible is None else jnp.where(visible, logits, HIDDEN)
+    weights = jnp.exp2(seen - _row(refs.lse, band, tile) * LOG2_E)
+    dlogits = weights * (column.dweights - _row(refs.delta, band, tile))
+    if config.attn_logits_soft_cap is not None:
+        # Of logits before the mask: the square of HIDDEN would be infinite, and 0 · ∞ is no gradient.
+        dlogits = dlogits * (1 - jnp.square(logits * (1 / (config.attn_logits_soft_cap * LOG2_E))))
+    query, dout = _stacked(refs.query, band, tile), _stacked(refs.dout, band, tile)
+    dquery: Any = None
+    parts = zip(
+        offsets,
+        blocks.split(band, weights.astype(dout.dtype), len(offsets), keys_axis=0),
+        blocks.split(band, dlogits.astype(query.dtype), len(offsets), keys_axis=0),
+        strict=True,
+    )
+    for offset, weights_part, dlogits_part in parts:
+        place = band.ring_rows(head, block, tile + offset)
+        dkey = blocks.matmul(dlogits_part, query, (1, 0))
+        dvalue = blocks.matmul(weights_part, dout, (1, 0))
+        for buffer, gradient in zip(refs.gradients.buffers, (dkey, dvalue), strict=True):
+            # Queries come in order: the first to see a tile of the chunk's own keys are those of its own rows.
+            buffer[place, :] = gradient if offset == 0 else buffer[place, :] + gradient
+        part = blocks.matmul(dlogits_part, refs.ring.buffers[0][place, :], (0, 0))
+        dquery = part if dquery is None else dquery + part
+    return dquery
+
+
+def _stacked(ref: Any, band: Band, tile: int) -> Array:
+    """[group, tile, dim] → [stacked, dim]."""
+    return ref[0, :, pl.ds(tile * band.tile, band.tile), :].reshape(band.stacked, -1)
+
+
+def _row(ref: Any, band: Band, tile: int) -> Array:
+    """A number for each stacked row, [1, stacked]."""
+    rows = pl.ds(tile * band.tile, band.tile)
+    return jnp.concatenate([ref[0, pl.ds(member, 1), rows] for member in range(band.group)], axis=1)
