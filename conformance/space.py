@@ -42,6 +42,9 @@ WINDOWS: dict[str, WindowRule] = {
     "C+1": lambda chunk, seq: chunk + 1,
     "2C-1": lambda chunk, seq: 2 * chunk - 1,
     "2C+1": lambda chunk, seq: 2 * chunk + 1,
+    # A third hop for one row, and for all but one: under dual_chunk_swap it may come back to the rank it started from.
+    "2C+2": lambda chunk, seq: 2 * chunk + 2,
+    "3C": lambda chunk, seq: 3 * chunk,
     "S-1": lambda chunk, seq: max(1, seq - 1),
     "S": lambda chunk, seq: seq,
     "S+1": lambda chunk, seq: seq + 1,
@@ -64,6 +67,7 @@ FEATURES = (
             "1x2": (1, 2, 1),
             "2x2": (2, 2, 1),
             "3x1": (3, 1, 1),
+            "1x3": (1, 3, 1),
             "1x1x2": (1, 1, 2),
             "1x2x2": (1, 2, 2),
         },
@@ -118,8 +122,8 @@ def features_for(num_devices: int) -> tuple[Feature, ...]:
 def forbidden_pairs(num_devices: int) -> frozenset[frozenset[Choice]]:
     """Pairs of (feature, level) that no case may hold together, on a mesh of at most `num_devices`.
 
-    Every feature keeps a level that goes with everything (one rank, a 1x1 mesh, 4/2 heads, no padding, plain values),
-    so that any allowed choice can be completed.
+    Every choice can be completed: with one rank, a 1x1 mesh, 4/2 heads (6/2 beside three tensor shards), no padding,
+    plain values.
     """
     levels = {feature.name: feature.levels for feature in FEATURES}
     pairs = [
