@@ -1,6 +1,6 @@
 """False alarms on much data: each program of a right target is run on many data draws, where `halocheck run` makes two.
 
-    python bench/many_draws.py [--draws 20] [--cases 40] [--seed 1] [TARGET ...]
+    python bench/many_draws.py [--draws 20] [--cases 100] [--seed 1] [TARGET ...]
 
 Cases are those that follow the case list of the seed, float32 and bfloat16, of at most 256 rows. One check is, as in
 false_alarms.py, one tensor of one case under output, residuals or gradients, on two data draws: N draws are N/2 checks
@@ -41,7 +41,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("targets", nargs="*", default=TARGETS, help="targets that are right")
     parser.add_argument("--draws", type=int, default=20, help="data draws of each program")
-    parser.add_argument("--cases", type=int, default=40, help="cases that each target takes")
+    parser.add_argument("--cases", type=int, default=100, help="cases, of which each target takes those it supports")
     parser.add_argument("--seed", type=int, default=1, help="seed of the case list")
     arguments = parser.parse_args()
     execution.NUM_DRAWS = evidence_module.NUM_DRAWS = arguments.draws
@@ -49,9 +49,10 @@ def main() -> None:
     answers._answer = functools.lru_cache(maxsize=8 * arguments.draws)(answers._answer.__wrapped__)
     checks = findings = 0
     largest: dict[tuple[str, str], float] = defaultdict(float)
-    # All targets in turn: an early end has looked at each of them.
-    sources = [taken_by(load_target(spec), arguments.seed, arguments.cases) for spec in arguments.targets]
-    for target, case in (pair for pairs in itertools.zip_longest(*sources) for pair in pairs if pair is not None):
+    targets = [load_target(spec) for spec in arguments.targets]
+    for case, target in itertools.product(cases(arguments.seed, arguments.cases), targets):
+        if target.supports(case.problem) is not None:
+            continue
         _, arrays = execution.execute(target, case, lambda phase: None)
         shares, accused = judged(target, case, arrays)
         checks, findings = checks + len(shares) * arguments.draws // 2, findings + len(accused)
@@ -67,18 +68,11 @@ def main() -> None:
     sys.exit(1 if findings else 0)
 
 
-def taken_by(target: Target, seed: int, count: int) -> Iterator[tuple[Target, Case]]:
-    """The first cases that the target does not decline."""
-    taken = 0
-    for index in itertools.count(10_000):
-        case = further_case(seed, index, DEFAULT_DEVICES.count)
-        problem = case.problem
-        is_small = problem.batch * problem.seq_len <= MANY_ROWS and problem.dtype != "float64"
-        if is_small and target.supports(problem) is None:
-            yield target, case
-            taken += 1
-            if taken == count:
-                return
+def cases(seed: int, count: int) -> Iterator[Case]:
+    """Cases that follow the list of `seed`, with few rows, in float32 and bfloat16."""
+    following = (further_case(seed, index, DEFAULT_DEVICES.count) for index in itertools.count(10_000))
+    small = (case for case in following if case.problem.batch * case.problem.seq_len <= MANY_ROWS)
+    yield from itertools.islice((case for case in small if case.problem.dtype != "float64"), count)
 
 
 def judged(target: Target, case: Case, arrays: dict) -> tuple[dict[str, float], list[str]]:
