@@ -12,7 +12,7 @@ Spec = Callable[[str], str]
 
 
 def _run(pytester: pytest.Pytester, *arguments: str) -> pytest.RunResult:
-    return pytester.runpytest_subprocess("-p", "conformance.pytest_plugin", "-p", "no:cacheprovider", *arguments)
+    return pytester.runpytest_subprocess("-p", "no:cacheprovider", *arguments)
 
 
 def test_there_is_one_test_for_each_check_and_area_and_k_and_m_choose_among_them(pytester: pytest.Pytester) -> None:
