@@ -6,14 +6,16 @@ May touch: sessions, the answers' cache; never JAX. Tests: tests/conformance/tes
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from conformance.answers import CASES_CACHED, answer_for
+from conformance.answers import CASES_CACHED, Answer, answer_for, variant_answer
 from conformance.inputs import NUM_DRAWS
 from conformance.problem import Case
 from conformance.session import CaseResult, Session
 from conformance.target import calls_of
+from conformance.variants import coded_variants_of
 
 # A worker that declines answers within this; what computes takes longer, and the answers are made meanwhile.
 _GLANCE_SECONDS = 0.02
@@ -28,7 +30,7 @@ class Lane:
         self.num_done = 0
         self.is_running = False
         self._cases = cases
-        self._unanswered: list[tuple[int, str]] = []
+        self._unanswered: list[Callable[[], Answer]] = []
 
     @property
     def has_more(self) -> bool:
@@ -44,14 +46,20 @@ class Lane:
         case = self._cases[self.num_done]
         self.session.start(case)
         self.is_running = True
-        calls = calls_of(self.session.description, case)
-        self._unanswered = [(draw, call) for draw in range(NUM_DRAWS) for call in calls]
+        target = self.session.description
+        self._unanswered = [
+            functools.partial(answer_for, target, case, draw, call)
+            for draw in range(NUM_DRAWS)
+            for call in calls_of(target, case)
+        ]
+        coded = coded_variants_of(case, self.session.check_names)
+        self._unanswered += [functools.partial(variant_answer, target, case, variant) for variant in coded]
 
     def compute_answer(self) -> bool:
         """Has the oracle make one more answer to the case that runs; False if there is none to make."""
         if not self.is_running or not self._unanswered:
             return False
-        answer_for(self.session.description, self._cases[self.num_done], *self._unanswered.pop(0))
+        self._unanswered.pop(0)()
         return True
 
     def judge(self) -> CaseResult:

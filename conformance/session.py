@@ -73,7 +73,7 @@ class Session:
         """
         if "contract" not in check_names:
             raise ValueError(f"check_names must hold 'contract', got {check_names}")
-        self._spec, self._devices, self._check_names = spec, devices, check_names
+        self._spec, self._devices, self.check_names = spec, devices, check_names
         self._workers: dict[bool, Worker] = {False: Worker(spec, devices)}
         self.description: TargetDescription = self._workers[False].description
         self.workers_lost = 0
@@ -216,7 +216,7 @@ class Session:
 
     def _asked(self, case: Case) -> tuple[str, ...]:
         """The checks that have a question about this case."""
-        return tuple(name for name in self._check_names if CHECKS[name].asks_about(case))
+        return tuple(name for name in self.check_names if CHECKS[name].asks_about(case))
 
 
 def _needs_x64(case: Case) -> bool:

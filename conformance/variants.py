@@ -44,6 +44,11 @@ def variants_of(case: Case, checks: Collection[str]) -> tuple[str, ...]:
     return tuple(name for name, variant in VARIANTS.items() if variant.check in checks and variant.applies(case))
 
 
+def coded_variants_of(case: Case, checks: Collection[str]) -> tuple[str, ...]:
+    """Those of them that the oracle is asked about: whose masks are read."""
+    return tuple(name for name in variants_of(case, checks) if VARIANTS[name].check == "visibility")
+
+
 def variant_inputs(case: Case, name: str, draws: Sequence[Inputs] = ()) -> Inputs:
     """The inputs of one variant, in position order. `draws`: the inputs of the data draws, for who has them already.
 

@@ -100,7 +100,13 @@ def _gather_heads(
 
 
 def _swap_ranks(blocks: Shaped[Array, "rank ..."], axis: str) -> Shaped[Array, "rank ..."]:
-    """Block i goes to rank i. Over a leading axis: on any other, libtpu took minutes to compile an lse's."""
+    """Block i goes to rank i. Over a leading axis: on any other, libtpu took minutes to compile an lse's.
+
+    XLA's CPU compiler simplifies the blocks of a single row one by one, gives them different layouts, and then refuses
+    its own all-to-all; behind a barrier it leaves them alone.
+    """
+    if blocks.shape[2] == 1:
+        blocks = lax.optimization_barrier(blocks)
     return lax.all_to_all(blocks, axis, split_axis=0, concat_axis=0)
 
 

@@ -23,6 +23,7 @@ class _Session:
 
     def __init__(self, name: str, diary: list[str], looks: int = 1, lost: tuple[int, ...] = ()) -> None:
         self.description = TargetDescription(name, name)
+        self.check_names = ("contract",)
         self.diary, self.looks, self.lost = diary, looks, lost
         self.left = 0
         self.case = Case()

@@ -32,6 +32,7 @@ class _Session:
 
     def __init__(self, name: str, behaves: Behaviour) -> None:
         self.description = TargetDescription(name, name)
+        self.check_names = ("contract",)
         self.needs_quiet = False
         self.known_issues: tuple[KnownIssue, ...] = ()
         self.behaves = behaves

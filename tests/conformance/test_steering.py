@@ -25,6 +25,7 @@ class _Session:
 
     def __init__(self, behaves: Callable[[Case], CaseResult]) -> None:
         self.description = TargetDescription("m:t", "target")
+        self.check_names = ("contract",)
         self.behaves, self.ran, self.workers_lost = behaves, [], 0
 
     def start(self, case: Case) -> None:
