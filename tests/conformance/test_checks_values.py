@@ -14,7 +14,7 @@ from conformance.evidence import Evidence
 
 Build = Callable[..., Evidence]
 
-_CASE = parse_case("v=1 seq_len=16 sliding_window_size=3 layout=dual_chunk_swap sinks=true documents=5@1+11@2 seed=2")
+_CASE = parse_case("v=1 seq_len=16 sliding_window_size=3 layout=dual_chunk_swap sinks=true documents=5@1+11@2 seed=4")
 _PADDED = parse_case("v=1 seq_len=8 sliding_window_size=3 padding=-1 documents=3@1+5@-1")
 _CHECK_OF = {
     "out": "output",

@@ -25,7 +25,7 @@ from conformance.variants import variant_inputs
 
 _CASE = parse_case(
     "v=1 seq_len=8 sliding_window_size=3 num_query_heads=2 num_kv_heads=2 head_dim=4 layout=dual_chunk_swap"
-    " sinks=true documents=3@1+5@2 seed=2"
+    " sinks=true documents=3@1+5@2 seed=4"
 )
 
 
