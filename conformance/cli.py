@@ -1,4 +1,4 @@
-"""The command line: `halocheck run`, `replay` and `selftest`. Exit status: see docs/command-line.md.
+"""The command line: `halocheck run`, `replay`, `aot` and `selftest`. Exit status: see docs/command-line.md.
 
 Imports neither JAX nor a target, so `--help` is instant and nothing a target does can take the report along.
 Tests: tests/conformance/test_cli.py.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import importlib.metadata
 import platform
 import signal
 import sys
@@ -20,17 +19,18 @@ from typing import Any
 
 from rich.console import Console
 
-from conformance.aot.command import DEFAULT_MODELS, compile_all, model_cases, to_json
+from conformance.aot.command import compile_all, model_cases, to_json
 from conformance.aot.job import MISSING_LIBTPU, has_libtpu
 from conformance.aot.topologies import parse_topologies
-from conformance.case_list import STRENGTH, case_list, list_hash
+from conformance.case_list import case_list, list_hash
 from conformance.case_text import format_case, parse_case
 from conformance.checks import CHECKS
-from conformance.devices import DEFAULT_DEVICES, Devices, parse_devices
+from conformance.devices import Devices, parse_devices
 from conformance.finding import plain
 from conformance.hosts.launch import CHECKS_OF_HOSTS, run_plan_on_hosts
-from conformance.known_issues import BUNDLED, KnownIssuesError, load_known_issues
+from conformance.known_issues import KnownIssuesError, load_known_issues
 from conformance.models import LAYERS
+from conformance.options import DEFAULT_TARGETS, NIGHTLY_SECONDS, parse_options, version_of
 from conformance.problem import LAYOUTS, Case, InvalidCase
 from conformance.report.json_report import FILE_NAME, prepare_directory, write_json, write_report
 from conformance.report.terminal import print_details, print_run
@@ -46,15 +46,11 @@ from conformance.report.verdict import (
 from conformance.runner import Plan, Run, run
 from conformance.target import TargetError
 
-DEFAULT_TARGETS = ("conformance.targets.bundled:halo", "conformance.targets.bundled:all_gather")
-DATABASE = Path(".halocheck")
-NIGHTLY_SECONDS = 7200.0
-_REPLAY_TARGET = DEFAULT_TARGETS[0]
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit status."""
-    options = _parsed(sys.argv[1:] if arguments is None else list(arguments))
+    commands = {"run": _run, "replay": _replay, "aot": _aot, "selftest": _selftest}
+    options = parse_options(sys.argv[1:] if arguments is None else list(arguments), commands)
     _hear_interrupts()
     try:
         return options.command(options)
@@ -78,96 +74,6 @@ def _hear_interrupts() -> None:
 
 class _CannotStart(Exception):
     """The command's words cannot be carried out."""
-
-
-def _parsed(arguments: list[str]) -> argparse.Namespace:
-    parser, known_options = _parser()
-    options, unknown = parser.parse_known_args(arguments)
-    if unknown:
-        name = unknown[0].partition("=")[0]
-        if not name.startswith("-"):
-            parser.exit(EXIT_CANNOT_START, f"halocheck: {name!r} is one argument too many\n")
-        nearest = difflib.get_close_matches(name, known_options, n=1, cutoff=0.0)[0]
-        parser.exit(EXIT_CANNOT_START, f"halocheck: unknown option {name!r}; the nearest option is {nearest!r}\n")
-    return options
-
-
-def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
-    """The parser, and every option it knows (for suggestions)."""
-    parser = argparse.ArgumentParser(
-        prog="halocheck",
-        description="Holds sliding-window attention under context parallelism against a float64 oracle.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("--version", action="version", version=f"halocheck {_version('halocheck')}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    common = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    mesh = f"{DEFAULT_DEVICES.platform}:{DEFAULT_DEVICES.count}"
-    common.add_argument("--mesh", default=mesh, metavar="cpu:N", help=f"simulated devices (default {mesh})")
-    common.add_argument(
-        "--checks", default=",".join(CHECKS), metavar="A,B", help=f"which checks (default {','.join(CHECKS)})"
-    )
-    common.add_argument("--report", type=Path, metavar="DIR", help="write DIR/report.json")
-    run_parser = commands.add_parser(
-        "run", parents=[common], allow_abbrev=False, help="the main job: targets on the case list, and a verdict"
-    )
-    run_parser.add_argument(
-        "targets", nargs="*", metavar="TARGET", help="module:attribute or file.py:attribute (default: the bundled ones)"
-    )
-    run_parser.add_argument(
-        "--profile", choices=tuple(STRENGTH), default="quick", help="which case list (default quick)"
-    )
-    run_parser.add_argument("--examples", type=int, metavar="N", help="cases in all (default: the profile's)")
-    run_parser.add_argument(
-        "--seconds", type=float, metavar="T", help="stop after T seconds (nightly: 7200); finishes the covering list"
-    )
-    run_parser.add_argument(
-        "--database",
-        type=Path,
-        default=DATABASE,
-        metavar="DIR",
-        help=f"nightly: hypothesis's examples and observations (default {DATABASE})",
-    )
-    run_parser.add_argument(
-        "--known-issues", type=Path, default=BUNDLED, metavar="FILE", help="JSON (default: those of the public kernels)"
-    )
-    run_parser.add_argument(
-        "--hosts", type=int, default=1, metavar="N", help="share the devices among N processes (default 1)"
-    )
-    run_parser.add_argument("--seed", type=int, default=0, metavar="S", help="seed of the case list (default 0)")
-    run_parser.set_defaults(command=_run)
-    replay_parser = commands.add_parser(
-        "replay", parents=[common], allow_abbrev=False, help="one case, every check, in full detail"
-    )
-    replay_parser.add_argument("case", metavar="CASE", help='the text of a case: "v=1 seq_len=64 …"')
-    replay_parser.add_argument("target", nargs="?", default=_REPLAY_TARGET, metavar="TARGET")
-    replay_parser.set_defaults(command=_replay)
-    aot_parser = commands.add_parser(
-        "aot", allow_abbrev=False, help="compile for a TPU that is not there: transfers, bytes, overlap, memory"
-    )
-    aot_parser.add_argument("targets", nargs="*", metavar="TARGET", help="default: the bundled halo and all_gather")
-    aot_parser.add_argument(
-        "--topology", default="v6e:2x4", metavar="NAME", help="like v6e:2x4 (the default), several with commas, or all"
-    )
-    aot_parser.add_argument(
-        "--models", default=",".join(DEFAULT_MODELS), metavar="A,B", help=f"default {','.join(DEFAULT_MODELS)}"
-    )
-    aot_parser.add_argument("--layers", default="local", metavar="A,B", help="local (the default), global, or both")
-    aot_parser.add_argument(
-        "--layouts", default="contiguous,dual_chunk_swap", metavar="A,B", help="default contiguous,dual_chunk_swap"
-    )
-    aot_parser.add_argument("--report", type=Path, metavar="DIR", help="write DIR/aot.json")
-    aot_parser.set_defaults(command=_aot)
-    selftest_parser = commands.add_parser(
-        "selftest", allow_abbrev=False, help="known faults against the checks: which check sees which"
-    )
-    selftest_parser.add_argument("--faults", metavar="A,B", help="which faults (default: the whole catalogue)")
-    selftest_parser.add_argument("--seed", type=int, default=0, metavar="S", help="seed of the case list (default 0)")
-    selftest_parser.add_argument("--report", type=Path, metavar="DIR", help="write DIR/selftest.json")
-    selftest_parser.set_defaults(command=_selftest)
-    parsers = (run_parser, replay_parser, aot_parser, selftest_parser)
-    known = [option for command in parsers for option in command._option_string_actions]
-    return parser, known
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -312,7 +218,7 @@ def _about(options: argparse.Namespace, plan: Plan) -> dict[str, Any]:
 
 
 def _versions() -> dict[str, str]:
-    versions = {name: _version(name) for name in ("halocheck", "jax", "jaxlib", "numpy", "ml_dtypes")}
+    versions = {name: version_of(name) for name in ("halocheck", "jax", "jaxlib", "numpy", "ml_dtypes")}
     return {"python": platform.python_version(), **versions}
 
 
@@ -320,13 +226,6 @@ def _header(about: dict[str, Any]) -> str:
     versions = about["versions"]
     list_part = f"{about['cases']} cases ({about['covering_cases']} covering, list {about['list_hash'][:12]})"
     return f"halocheck {versions['halocheck']}: {list_part} on {about['mesh']}, jax {versions['jax']}"
-
-
-def _version(distribution: str) -> str:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
 
 
 def _devices(text: str) -> Devices:
