@@ -23,6 +23,7 @@ _ONE_KEY = f"{_SMALL} sliding_window_size=1 dtype=bfloat16 documents=5+7/12"
 _SINKS = f"{_SMALL} sliding_window_size=5 sinks=true attn_logits_soft_cap=5.0 value_dim=6 tensor_parallelism=2"
 _EXACT = f"{_SMALL} sliding_window_size=5 dtype=float64 layout=dual_chunk_swap documents=5+7/12"
 _STRIPED = f"{_SMALL} sliding_window_size=5 layout=striped axis_types=mixed"
+_STRIPED_AUTO = f"{_SMALL} sliding_window_size=5 layout=striped"
 _GLOBAL = f"{_SMALL} layout=dual_chunk_swap"
 _SIX_HEADS = "v=1 batch=2 seq_len=12 num_query_heads=6 num_kv_heads=2 head_dim=4 context_parallelism=3"
 _TWO_AXES_GLOBAL = "v=1 seq_len=16 num_query_heads=4 head_dim=4 ulysses_parallelism=2 layout=dual_chunk_swap"
@@ -39,7 +40,7 @@ _TWO_AXES = f"{_TWO_AXES_GLOBAL} sliding_window_size=6 documents=5+11 axis_types
         (_RING, [_TWO_HOPS, _SINKS, _STRIPED, _GLOBAL, _TWO_AXES]),
         (_ULYSSES, [f"{_SIX_HEADS} sliding_window_size=5 sinks=true layout=dual_chunk_swap", _SIX_HEADS]),
         (_USP, [_TWO_AXES, _TWO_AXES_GLOBAL]),
-        (_JAX_NN, [_TWO_HOPS, _TWO_SIDED, _ONE_KEY, _STRIPED, _GLOBAL]),
+        (_JAX_NN, [_TWO_HOPS, _TWO_SIDED, _ONE_KEY, _STRIPED_AUTO, _GLOBAL]),
     ],
     ids=["halo", "all_gather", "ring", "ulysses", "usp", "jax.nn"],
 )
@@ -62,9 +63,9 @@ _SPLASH_ROWS = f"{_SMALL} sliding_window_size=6 layout=dual_chunk_swap padding=7
 @pytest.mark.parametrize(
     ("spec", "texts"),
     [
-        (_JAX_SPLASH, [_SPLASH_ROWS, _TWO_SIDED, _SINKS, _STRIPED]),
-        (f"{_TOKAMAX}:splash_attention", [_SPLASH_ROWS, _TWO_SIDED, _SINKS, _STRIPED]),
-        (f"{_TOKAMAX}:ring_attention", [_SPLASH_ROWS, _TWO_SIDED, _STRIPED]),
+        (_JAX_SPLASH, [_SPLASH_ROWS, _TWO_SIDED, _SINKS, _STRIPED_AUTO]),
+        (f"{_TOKAMAX}:splash_attention", [_SPLASH_ROWS, _TWO_SIDED, _SINKS, _STRIPED_AUTO]),
+        (f"{_TOKAMAX}:ring_attention", [_SPLASH_ROWS, _TWO_SIDED, _STRIPED_AUTO]),
     ],
     ids=["jax_splash", "tokamax_splash", "tokamax_ring"],
 )
