@@ -112,7 +112,7 @@ def _run_on_hosts(options: argparse.Namespace, devices: Devices, cases: tuple[Ca
     if options.report is not None:
         _prepare("--report", options.report)
     targets = tuple(options.targets) or DEFAULT_TARGETS
-    plan = Plan(targets, cases, (), devices, (*CHECKS_OF_HOSTS,), shrink_findings=False)
+    plan = Plan(targets, cases, (), devices, CHECKS_OF_HOSTS, shrink_findings=False, num_hosts=options.hosts)
     about = _about(options, plan) | {"profile": options.profile, "seed": options.seed, "hosts": options.hosts}
     print(_header(about), flush=True)
     state = run_plan_on_hosts(plan, options.hosts, lambda line: print(plain(line), flush=True))

@@ -48,6 +48,7 @@ class Plan:
     database: Path | None = None
     steering_seed: int = 0
     known_issues: tuple[KnownIssue, ...] = ()
+    num_hosts: int = 1
 
     @property
     def cases(self) -> tuple[Case, ...]:

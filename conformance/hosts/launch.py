@@ -28,7 +28,7 @@ from conformance.finding import Finding
 from conformance.problem import Case
 from conformance.process import Watch, WorkerLost, cpu_seconds
 from conformance.runner import Plan, Run, TargetRun
-from conformance.session import CONFORMS, DECLINED, FINDING, CaseResult
+from conformance.session import CONFORMS, DECLINED, FINDING, INCONCLUSIVE, CaseResult
 from conformance.target import TargetDescription, TargetError
 
 _POLL_SECONDS = 0.2
@@ -194,8 +194,10 @@ def _merged(spec: str, cases: Sequence[Case], hosts: _Hosts, gone: tuple[int, Wo
 
 def _result(case: Case, answers: Sequence[Mapping[str, Any]]) -> CaseResult:
     """One case over all hosts: the largest share of each tensor, the worst finding of each kind."""
-    if reasons := [answer["declined"] for answer in answers if "declined" in answer]:
+    reasons = [answer["declined"] for answer in answers if "declined" in answer]
+    if len(reasons) == len(answers):
         return CaseResult(case, DECLINED, reason=reasons[0])
+    answers = [answer for answer in answers if "declined" not in answer]
     shares: dict[tuple[str, str], float] = {}
     findings: dict[str, Finding] = {}
     for answer in answers:
@@ -206,7 +208,10 @@ def _result(case: Case, answers: Sequence[Mapping[str, Any]]) -> CaseResult:
             known = findings.get(finding.id)
             if known is None or (finding.share or 0.0) > (known.share or 0.0):
                 findings[finding.id] = finding
-    return CaseResult(case, FINDING if findings else CONFORMS, tuple(findings.values()), shares)
+    # What some hosts decline and others answer is never waved through: nobody has looked at all of it.
+    status = FINDING if findings else INCONCLUSIVE if reasons else CONFORMS
+    reason = f"some hosts decline it: {reasons[0]}" if reasons else ""
+    return CaseResult(case, status, tuple(findings.values()), shares, reason)
 
 
 def _ended(code: int) -> str:

@@ -117,6 +117,8 @@ def _doubts(target: TargetRun, run: Run, counts: dict[str, int], cells: tuple[Ce
     if counts[INCONCLUSIVE]:
         doubts.append(f"{counts[INCONCLUSIVE]} cases were lost once and passed when run again alone")
     owed = (cell for cell in cells if not cell.cases and _is_owed(target, cell))
+    if run.plan.num_hosts > 1:
+        owed = (cell for cell in owed if cell.tensor != "dsinks")  # a limit, said below: every host adds to it
     return doubts + [f"{cell.check} of {cell.tensor} was never tried" for cell in owed]
 
 
@@ -133,6 +135,8 @@ def _limits(target: TargetRun, run: Run, counts: dict[str, int]) -> list[str]:
         limits.append(
             f"known, on {cases} cases: {issue.check} of {issue.tensor} {issue.signature}: {issue.note}{where}"
         )
+    if run.plan.num_hosts > 1 and any(problem.sinks for problem in taken):
+        limits.append("dsinks is not compared over several hosts")
     if target.stopped:
         limits.append(f"stopped early: {target.stopped}")
     if of.precision:

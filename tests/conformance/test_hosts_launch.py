@@ -12,7 +12,7 @@ from conformance.case_text import format_case, parse_case
 from conformance.devices import Devices
 from conformance.hosts import launch
 from conformance.hosts.launch import HostsRun, run_on_hosts
-from conformance.session import CONFORMS, DECLINED, FINDING
+from conformance.session import CONFORMS, DECLINED, FINDING, INCONCLUSIVE
 from conformance.target import TargetError
 
 _HALO = "conformance.targets.bundled:halo"
@@ -62,6 +62,13 @@ def test_a_host_that_waits_for_nothing_ends_the_run_with_a_finding(
     monkeypatch.setattr(process, "IDLE_SECONDS", 8.0)
     (result,) = _run(adapter("hosts:sleeps_on_the_second"), _CONTEXT).results
     assert result.findings[0].signature == f"{process.HANGS[0]} while running a case", "no CPU is used"
+
+
+def test_what_one_host_declines_and_another_answers_is_no_verdict() -> None:
+    answered = {"shares": [["output", "out", 0.5]], "findings": []}
+    result = launch._result(_CONTEXT, [answered, {"declined": "not here"}])
+    assert (result.status, result.reason) == (INCONCLUSIVE, "some hosts decline it: not here"), "half of it is unseen"
+    assert launch._result(_CONTEXT, [{"declined": "not here"}] * 2).status == DECLINED, "all of them do"
 
 
 def test_a_target_that_does_not_load_on_the_hosts_cannot_start() -> None:
