@@ -31,6 +31,10 @@ _CALLED = re.compile(
     r"\b(body|condition|to_apply|calls|true_computation|false_computation|branch_computations|called_computations)="
     r"(\{[^}]*\}|%?[\w.\-]+)"
 )
+_MESH_GROUPS = re.compile(
+    r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(([^()]*(?:\([^()]*\))?)\))?"
+    r" ?\{((?:'[^']*'(?::\(\d+\)\d+)?,?)*)\}"
+)
 _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _INTEGER = re.compile(r"\bconstant\((-?\d+)\)")
 
@@ -216,7 +220,7 @@ def _pairs(rest: str) -> tuple[tuple[int, int], ...]:
 
 
 def _groups(rest: str, num_devices: int) -> tuple[tuple[int, ...], ...]:
-    """Replica groups: lists `{{0,1},{2,3}}`, an iota `[2,4]<=[4,2]T(1,0)`, axes of a mesh, or none: all devices.
+    """Replica groups: lists `{{0,1},{2,3}}`, an iota `[2,4]<=[4,2]T(1,0)`, axes of a mesh, or none (all devices).
 
     Raises:
         ValueError: another notation; guessing would be a verdict on nothing.
@@ -228,13 +232,9 @@ def _groups(rest: str, num_devices: int) -> tuple[tuple[int, ...], ...]:
         if iota.group(3):
             ids = ids.transpose(tuple(map(int, iota.group(3).split(","))))
         return _as_groups(ids.reshape(shape[0], -1))
-    mesh = re.search(r"replica_groups=mesh\[([^\]]*)\] ?\{((?:'[^']*',?)*)\}", rest)
+    mesh = _MESH_GROUPS.search(rest)
     if mesh:
-        sizes = {name: int(size) for name, size in re.findall(r"'([^']*)'=(\d+)", mesh.group(1))}
-        inside = [list(sizes).index(axis) for axis in re.findall(r"'([^']*)'", mesh.group(2))]
-        ids = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
-        ids = np.moveaxis(ids, inside, range(-len(inside), 0))
-        return _as_groups(ids.reshape(-1, math.prod(ids.shape[ids.ndim - len(inside) :])))
+        return _mesh_groups(*mesh.groups())
     listed = re.search(r"replica_groups=\{((?:\{[\d,]*\},?)*)\}", rest)
     if listed is None and "replica_groups=" in rest:
         raise ValueError(f"replica groups in an unknown notation: {rest[rest.index('replica_groups=') :][:80]}")
@@ -242,6 +242,36 @@ def _groups(rest: str, num_devices: int) -> tuple[tuple[int, ...], ...]:
     if not groups:
         return (tuple(range(num_devices)),)
     return tuple(tuple(map(int, group.split(","))) for group in groups)
+
+
+def _mesh_groups(axes: str, order: str | None, inside: str) -> tuple[tuple[int, ...], ...]:
+    """Groups along axes of a mesh: `mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'a','b':(2)2}`.
+
+    device_ids is the device at each place of the mesh where they do not simply count up: a list, or an iota of the
+    given shape, transposed. `'b':(2)2` is the part of axis b of size 2 that has a part of size 2 before it.
+    """
+    sizes = {name: int(size) for name, size in re.findall(r"'([^']*)'=(\d+)", axes)}
+    ids = np.arange(math.prod(sizes.values()))
+    if order and order.startswith("["):
+        shape, _, transposed = order.partition("T")
+        ids = ids.reshape([int(n) for n in re.findall(r"\d+", shape)])
+        ids = ids.transpose([int(n) for n in re.findall(r"\d+", transposed)] or None)
+    elif order:
+        ids = np.array([int(n) for n in order.split(",")])
+    wanted = [
+        (name, int(before or 1), int(size or sizes[name]))
+        for name, before, size in re.findall(r"'([^']*)'(?::\((\d+)\)(\d+))?", inside)
+    ]
+    dims, places = [], {}
+    for name, size in sizes.items():
+        done = 1
+        for part in sorted(part for part in wanted if part[0] == name):
+            dims += [part[1] // done, part[2]]
+            places[part], done = len(dims) - 1, part[1] * part[2]
+        dims.append(size // done)
+    inner = [places[part] for part in wanted]
+    ids = np.moveaxis(ids.reshape(dims), inner, range(-len(inner), 0))
+    return _as_groups(ids.reshape(-1, math.prod(ids.shape[ids.ndim - len(inner) :])))
 
 
 def _as_groups(ids: np.ndarray) -> tuple[tuple[int, ...], ...]:
