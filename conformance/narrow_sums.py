@@ -1,8 +1,9 @@
 """Finds gradients that are summed across ranks in less than float32, in a traced program.
 
-A sum by the collective itself (psum, reduce_scatter), or partial gradients that travel narrow and are added on arrival.
-Ordinary data do not show it: one rounding more is inside what rounding allows. XLA's CPU compiler widens all of these,
-so the traced program is the one place to look. May touch: jaxprs. Tests: tests/conformance/test_program_facts.py.
+A sum by the collective itself (psum, reduce_scatter) of narrow or rounded terms, or partial gradients that travel
+narrow, or were rounded before they travel, and are added on arrival. Ordinary data do not show it: one rounding more
+is inside what rounding allows. XLA's CPU compiler widens these, so the traced program is the place to look.
+May touch: jaxprs. Tests: tests/conformance/test_program_facts.py.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ from typing import Any
 from conformance.traced import inner_jaxprs, is_transparent, is_variable
 
 State = frozenset[str]
-# What is known of a value: it depends on an input; on a cotangent; it is a cotangent that travelled narrow, moved and
-# perhaps widened since, but not yet computed with.
+# What is known of a value: it depends on an input; on a cotangent; it is a cotangent that was rounded to fewer bits, or
+# that travelled so; moved and perhaps widened since, but not yet computed with.
 _NOTHING: State = frozenset()
-_INPUT, _COTANGENT, _TRAVELLED = "input", "cotangent", "travelled"
+_INPUT, _COTANGENT, _ROUNDED, _TRAVELLED = "input", "cotangent", "rounded", "travelled"
+_NOT_COMPUTED_WITH = {_ROUNDED, _TRAVELLED}
 
 _SUMS_OVER_RANKS = ("psum", "psum_invariant", "reduce_scatter", "unreduced_psum", "unreduced_reduce_scatter")
 _TRAVELS = ("all_gather", "all_gather_invariant", "all_to_all", "ppermute", "ragged_all_to_all")
@@ -46,6 +48,7 @@ _MOVES = (
     "transpose",
 )
 _ADDS = ("add", "add_any", "cumsum", "reduce_sum", "scatter-add", "sub")
+_MANTISSA_BITS_OF_FLOAT32 = 23
 _NARROW = ("bfloat16", "float16", "float8")
 
 
@@ -87,16 +90,27 @@ def _after(equation: Any, inputs: list[State], found: set[str]) -> list[State]:
     narrow = next((dtype for dtype in dtypes if dtype.startswith(_NARROW)), None)
     if name in _SUMS_OVER_RANKS and narrow and _COTANGENT in together:
         found.add(f"{name} of {narrow}")
+    if name in _SUMS_OVER_RANKS and _ROUNDED in together and not narrow:
+        found.add(f"{name} of what was rounded")
     if name in _ADDS and _TRAVELLED in together:
         found.add("adding what arrived narrow")
     keeps = name in (*_MOVES, *_TRAVELS) and not (name == "mul" and all(_INPUT in state for state in inputs))
     if not keeps:
-        together -= {_TRAVELLED}
-    if name in _TRAVELS and narrow and _COTANGENT in together:
+        together -= _NOT_COMPUTED_WITH
+    if _rounds(equation) and not narrow and _COTANGENT in together:
+        together |= {_ROUNDED}
+    if name in _TRAVELS and _COTANGENT in together and (narrow or _ROUNDED in together):
         together |= {_TRAVELLED}
     if len(inputs) == len(equation.outvars) > 1:  # a barrier, or several arrays at once: each goes its own way
-        return [state & together if keeps else state - {_TRAVELLED} for state in inputs]
+        return [state & together if keeps else state - _NOT_COMPUTED_WITH for state in inputs]
     return [together] * len(equation.outvars)
+
+
+def _rounds(equation: Any) -> bool:
+    """Whether it rounds to fewer bits than float32 has: by a dtype, or by reduce_precision, which keeps the dtype."""
+    if equation.primitive.name == "reduce_precision":
+        return equation.params["mantissa_bits"] < _MANTISSA_BITS_OF_FLOAT32
+    return equation.primitive.name == "convert_element_type" and str(equation.outvars[0].aval.dtype).startswith(_NARROW)
 
 
 def _after_scan(equation: Any, inputs: list[State], found: set[str]) -> list[State]:

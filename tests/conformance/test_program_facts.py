@@ -126,6 +126,11 @@ def _narrow(function: Callable[..., Any], dtype: str = "bfloat16") -> list[str]:
     return narrow_sums(_traced(mapped, *shapes).jaxpr, [False, True])
 
 
+def _rounded(array: Any) -> Any:
+    """float32 whose values have the bits of bfloat16."""
+    return array.astype(jnp.float32).astype(jnp.bfloat16).astype(jnp.float32)
+
+
 def _ring_of(dtype: Any) -> Callable[..., Any]:
     """The gradient of passing keys rotates in `dtype`, and each rank adds its own part."""
 
@@ -159,10 +164,23 @@ def _ring_of(dtype: Any) -> Callable[..., Any]:
         (lambda x, ct: x + x * lax.ppermute(ct, "context", _SHIFT), []),
         (_ring_of(jnp.bfloat16), ["adding what arrived narrow"]),
         (_ring_of(jnp.float32), []),
+        (lambda x, ct: lax.psum(_rounded(x * ct), "context").astype(x.dtype), ["psum of what was rounded"]),
+        (
+            lambda x, ct: (_rounded(x * ct) + lax.ppermute(_rounded(x * ct), "context", _SHIFT)).astype(x.dtype),
+            ["adding what arrived narrow"],
+        ),
+        (
+            lambda x, ct: lax.reduce_precision(lax.all_gather(x.astype("float32") * ct, "context"), 8, 7).sum(0),
+            [],
+        ),
+        (lambda x, ct: _rounded(lax.psum(x.astype("float32") * ct, "context")), []),
+        (lambda x, ct: _rounded(x.astype("float32") * ct) + lax.ppermute(x.astype("float32"), "context", _SHIFT), []),
     ],
     ids=[
         *("psum", "reduce_scatter", "wide psum", "psum of keys", "permute and add", "padded and widened, then added"),
         *("wide permute", "keys travel narrow", "a cotangent that is computed with", "narrow ring", "wide ring"),
+        *("rounded psum", "rounded, then sent and added", "gathered, then rounded", "rounded after the sum"),
+        "rounded, and never sent",
     ],
 )
 def test_sums_of_gradients_in_less_than_float32_are_told_from_all_others(function: Any, expected: list[str]) -> None:
