@@ -9,7 +9,7 @@ from __future__ import annotations
 from conformance.problem import Case
 
 # One case in so many, and its remainder. Odd remainders: such cases do not call attention_with_lse as well.
-_ONE_IN = {"errors": (32, 5), "programs": (32, 3), "remat": (64, 13), "work": (144, 21)}
+_ONE_IN = {"errors": (32, 5), "programs": (32, 3), "remat": (64, 13), "work": (36, 21), "compiled work": (144, 21)}
 
 
 def asks_errors(case: Case) -> bool:
@@ -23,8 +23,13 @@ def asks_remat(case: Case) -> bool:
 
 
 def asks_work(case: Case) -> bool:
-    """Whether programs for longer sequences than this case's are compiled."""
+    """Whether programs for longer sequences than this case's are traced."""
     return _is_designated("work", case)
+
+
+def compiles_work(case: Case) -> bool:
+    """Whether those are compiled too, where a target is judged by it."""
+    return _is_designated("compiled work", case)
 
 
 def asks_programs(case: Case) -> bool:

@@ -84,7 +84,7 @@ def _execute_supported(setting: Setting, case: Case, report: Report) -> tuple[Na
         if "raised" in message:
             return message, arrays
         for further in (
-            further_facts(setting, draws[0], report),
+            further_facts(setting, case, draws[0], report),
             _other_programs(setting, case, draws[0], report),
         ):
             message, arrays = message | further[0], arrays | further[1]
@@ -96,7 +96,7 @@ def _execute_supported(setting: Setting, case: Case, report: Report) -> tuple[Na
 def _other_programs(setting: Setting, case: Case, arrays: Named, report: Report) -> tuple[Named, dict[str, np.ndarray]]:
     if "invariance" not in setting.checks or not asks_programs(case):
         return {}, {}
-    report("calling another problem, then this one again")
+    report("calling other problems, then this one again")
     return other_programs(setting, case, arrays, lambda other, inputs: _placed(other, _taken(other, inputs)))
 
 

@@ -10,13 +10,15 @@ from collections.abc import Callable
 import numpy as np
 
 from conformance.calling import Named, Setting
+from conformance.designated import compiles_work
+from conformance.problem import Case
 from conformance.refusals import refusals
 from conformance.remat_programs import remat_facts
 from conformance.work_programs import work_facts
 
 
 def further_facts(
-    setting: Setting, arrays: Named, report: Callable[[str], None]
+    setting: Setting, case: Case, arrays: Named, report: Callable[[str], None]
 ) -> tuple[Named, dict[str, np.ndarray]]:
     """What the checks of the setting ask: `errors` (see refusals), `work` (work_facts), `remat` (remat_facts).
 
@@ -28,8 +30,8 @@ def further_facts(
         report("putting problems that no case may have")
         message["errors"] = refusals(setting)
     if "work" in setting.checks:
-        report("compiling for longer sequences")
-        message["work"] = work_facts(setting)
+        report("tracing for longer sequences")
+        message["work"] = work_facts(setting, compiles_work(case))
     if "remat" in setting.checks:
         report("rematerialising")
         message["remat"], results = remat_facts(setting, arrays)

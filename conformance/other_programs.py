@@ -1,4 +1,4 @@
-"""Further programs beside a case's own, on designated cases: another problem, then the first one traced once more.
+"""Further programs beside a case's own, on designated cases: other problems, then the first one traced once more.
 
 What a target keeps from trace to trace (a mask by shape, a plan by layout) is then used where it does not belong. The
 second trace takes the gradient of one argument alone. In the worker; the check `invariance` judges.
@@ -7,6 +7,7 @@ May touch: JAX and the target. Tests: tests/conformance/test_other_programs.py.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -27,27 +28,25 @@ Results = tuple[Named, dict[str, np.ndarray]]
 
 
 def other_programs(setting: Setting, case: Case, arrays: Named, place: Place) -> Results:
-    """Calls the target on a neighbour of the case (`other/attention/out`), then on the case (`alone/attention/…`).
+    """Calls the target on the case's neighbours (`other_0/attention/out`, …), then on the case (`alone/attention/…`).
 
-    `arrays` are the case's placed inputs, `place` makes such of other inputs. The message is {"programs": {"other": the
-    neighbour's text, or None if the target takes none, "alone": the argument, "raised": (program, type, message)}}.
+    `arrays` are the case's placed inputs, `place` makes such of other inputs. The message is {"programs": {"others":
+    the text of each neighbour that the target takes, by its name, "alone": the argument, "raised": (program, type,
+    message)}}.
     """
-    facts: Named = {"other": None, "alone": argument_alone(case)}
+    facts: Named = {"others": {}, "alone": argument_alone(case)}
     results: dict[str, np.ndarray] = {}
     program = "another problem"
     try:
-        for neighbour in neighbours_of(case):
+        for number, neighbour in enumerate(neighbours_of(case)):
             if setting.target.supports(neighbour.problem) is not None:
                 continue
             mesh = mesh_of(neighbour.problem, jax.devices())
             other = dataclasses.replace(setting, problem=neighbour.problem, mesh=mesh)
             placed = place(other, inputs_of(neighbour))
-            try:
-                results |= _run("other", _forward(other), placed)
-            except Declined:
-                continue
-            facts["other"] = format_case(neighbour)
-            break
+            with contextlib.suppress(Declined):
+                results |= _run(f"other_{number}", _forward(other), placed)
+                facts["others"][f"other_{number}"] = format_case(neighbour)
         program = "the first problem again"
         results |= _run("alone", _gradient_alone(setting, facts["alone"]), arrays)
     except Exception as error:  # noqa: BLE001  # whatever foreign code raises is a finding, not a failure of ours

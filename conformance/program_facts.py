@@ -67,7 +67,8 @@ def cost_facts(traced: Any, compiled: Any | None = None) -> dict[str, Any]:
 
     `matmul_flops` and `elements` (of all intermediate arrays) count what stands in a loop as often as it runs; XLA's
     own cost analysis counts it once, and is given as `xla_flops`. `equations` is what JAX traces and XLA is handed,
-    `constant_bytes` what tracing builds into it. `temporary_bytes` is of one device.
+    `constant_bytes` what tracing builds into it. `longest_loop` is the most turns that one loop takes, a kernel's grid
+    aside. `temporary_bytes` is of one device.
     """
     equations = reached(traced.jaxpr)
     leaves = [at for at in equations if not any(True for _ in inner_jaxprs(at.equation))]
@@ -76,6 +77,7 @@ def cost_facts(traced: Any, compiled: Any | None = None) -> dict[str, Any]:
         "elements": sum((at.trips or 1) * sum(map(_elements, at.equation.outvars)) for at in leaves),
         "equations": len(equations),
         "constant_bytes": _constant_bytes(traced.jaxpr, equations),
+        "longest_loop": max((at.equation.params["length"] for at in equations if _is_loop(at.equation)), default=0),
         "unknown_loops": sum(at.trips is None for at in leaves),
     }
     if compiled is not None:
@@ -129,6 +131,11 @@ def _is_remote_copy(equation: Any) -> bool:
         return False
     operands = jax.tree.unflatten(equation.params["tree"], equation.invars)
     return operands[-1] is not None
+
+
+def _is_loop(equation: Any) -> bool:
+    """Whether it is a loop whose number of turns is known: JAX makes a scan of map and of fori_loop, too."""
+    return equation.primitive.name == "scan"
 
 
 def _elements(var: Any) -> int:

@@ -24,6 +24,7 @@ from threadpoolctl import threadpool_limits
 from conformance.case_list import list_hash
 from conformance.case_text import format_case
 from conformance.checks import CHECKS
+from conformance.designated import asks_programs
 from conformance.devices import Devices
 from conformance.difference import differs
 from conformance.evidence import Evidence
@@ -144,15 +145,17 @@ def in_order(cases: Sequence[Case]) -> tuple[Case, ...]:
 
 
 def spread(cases: Sequence[Case], check_names: Sequence[str], at_most: int) -> list[Case]:
-    """The first cases, each the first one of the check that has been asked least: none waits for ever.
+    """The first cases, each the first one of the question that has been asked least: none waits for ever.
 
-    A check that is asked on few cases only would otherwise be asked on none of the few that a fault is tried on.
+    A check that is asked on few cases only would otherwise be asked on none of the few that a fault is tried on; so
+    would the part of invariance that calls other problems.
     """
-    left = [(case, frozenset(name for name in check_names if CHECKS[name].asks_about(case))) for case in cases]
-    asked = dict.fromkeys(check_names, 0)
+    questions = {name: CHECKS[name].asks_about for name in check_names} | {"other problems": asks_programs}
+    left = [(case, frozenset(name for name, asks in questions.items() if asks(case))) for case in cases]
+    asked = dict.fromkeys(questions, 0)
     taken: list[Case] = []
     while left and len(taken) < at_most:
-        wanted = sorted(check_names, key=lambda name: asked[name])
+        wanted = sorted(questions, key=lambda name: asked[name])
         case, asking = next((one for name in wanted for one in left if name in one[1]), left[0])
         left.remove((case, asking))
         taken.append(case)

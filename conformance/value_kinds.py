@@ -50,7 +50,11 @@ LOGIT_STD = {
     "huge": 1.0,
     "tiny": 1.0,
 }
-NEEDLE_LOGIT = 16.0
+# exp(88.7) is the largest number of float32: a needle beyond it tells who exponentiates before the largest logit is
+# subtracted. In bfloat16, where a query may be rounded after it is scaled, that logit would be allowed a fifth of one.
+NEEDLE_LOGIT = {"float32": 96.0, "float64": 96.0, "bfloat16": 16.0}
+# A sink as high as those needles would leave nothing of all other keys.
+_SINK_BESIDE_NEEDLES = 16.0
 NEEDLE_RATE = 1 / 8
 LARGEST_SINK = 30.0
 _AMPLITUDE = {"huge": 2.0**40, "tiny": 2.0**-40}
@@ -76,9 +80,9 @@ def draw_sinks(case: Case) -> Float64[np.ndarray, " num_query_heads"]:
 
 
 def typical_largest_logit(case: Case) -> float:
-    """About the largest logit of a row, after the cap: 2.5 standard deviations, or a needle's."""
+    """About the largest logit of a row, after the cap: 2.5 standard deviations, or a needle's in bfloat16."""
     cap = case.problem.attn_logits_soft_cap
-    largest = NEEDLE_LOGIT if case.values == "needle" else 2.5 * logit_std(case)
+    largest = _SINK_BESIDE_NEEDLES if case.values == "needle" else 2.5 * logit_std(case)
     if cap is None:
         return largest
     # The Padé approximant of tanh, exact to 2 % up to the argument 3, where it is 1: no libm function.
@@ -113,7 +117,7 @@ def _key(case: Case, batch_rows: np.ndarray, positions: np.ndarray) -> Rows:
     if case.values != "needle":
         return values
     # Queries lean on the direction with 2 / sqrt(5) of their amplitude, so this length makes the logit NEEDLE_LOGIT.
-    length = NEEDLE_LOGIT / logit_std(case) * math.sqrt(5.0) / 2.0 / math.sqrt(problem.head_dim)
+    length = NEEDLE_LOGIT[problem.dtype] / logit_std(case) * math.sqrt(5.0) / 2.0 / math.sqrt(problem.head_dim)
     needles = length * _needle_direction(case) + values / 2.0
     return np.where(_is_needle(case, heads, positions, batch_rows)[..., None], needles, values)
 

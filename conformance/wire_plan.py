@@ -56,15 +56,16 @@ def wire_plan(problem: Problem, communication: str, halo_row_multiple: int = 1, 
 
     A halo's rows are counted exactly: those that the busiest rank's queries see and it does not hold, each once, in the
     inputs' dtype (float32 if `widened`: as XLA's CPU compiler sends bfloat16); their gradients come home in float32.
-    The other strategies may send everything once around in float32, positions and segment ids beside it.
+    A ring's keys may pass as many ranks as the window makes them, and one more. The other strategies may send
+    everything once in float32, positions and segment ids beside it.
     """
     shape = _shape_of(problem)
     forward, backward = {
         "halo": lambda: _halo(problem, shape, halo_row_multiple, widened),
         "all_gather": lambda: _all_gather(problem, shape),
-        "ring": lambda: _ring(shape, problem.seq_len, _SEQUENCE),
+        "ring": lambda: _ring(problem, shape, _SEQUENCE),
         "ulysses": lambda: _head_exchange(problem, shape, problem.context_parallelism, _SEQUENCE),
-        "usp": lambda: _ring(shape, problem.seq_len, ("context",)),
+        "usp": lambda: _ring(problem, shape, ("context",)),
     }[communication]()
     if problem.ulysses_parallelism > 1:
         exchanged = _head_exchange(problem, shape, problem.ulysses_parallelism, ("ulysses",))
@@ -108,24 +109,34 @@ def _halo(problem: Problem, shape: _Shape, multiple: int, widened: bool) -> _Bot
 @lru_cache(maxsize=64)
 def halo_rows(problem: Problem, multiple: int = 1) -> tuple[int, int]:
     """(most rows that a rank receives, most that it sends), each run rounded up to `multiple` inside its chunk."""
-    positions = problem.positions()
     ranks, chunk = problem.context_parallelism, problem.chunk_len
-    rank_of = np.empty(problem.seq_len, int)
-    rank_of[positions] = np.arange(problem.seq_len) // (problem.seq_len // ranks)
-    left, right = (problem.seq_len if reach is None else min(reach, problem.seq_len) for reach in problem.window)
+    rank_of = _rank_of(problem)
     received, sent = np.zeros(ranks, int), np.zeros(ranks, int)
     for rank in range(ranks):
-        # How often a position is seen: +1 where a query's window starts, −1 behind its end.
-        queries = np.flatnonzero(rank_of == rank)
-        edges = np.zeros(problem.seq_len + 1, int)
-        np.add.at(edges, np.maximum(queries - left, 0), 1)
-        np.add.at(edges, np.minimum(queries + right + 1, problem.seq_len), -1)
-        seen = (np.cumsum(edges)[:-1] > 0) & (rank_of != rank)
+        seen = _seen_by(problem, rank_of, rank) & (rank_of != rank)
         for start in range(0, problem.seq_len, chunk):
             rounded = sum(-(-run // multiple) * multiple for run in _runs(seen[start : start + chunk]))
             received[rank] += min(rounded, chunk)
             sent[rank_of[start]] += min(rounded, chunk)
     return int(received.max()), int(sent.max())
+
+
+def _rank_of(problem: Problem) -> np.ndarray:
+    """The rank of the context axis that holds each position."""
+    rank_of = np.empty(problem.seq_len, int)
+    rank_of[problem.positions()] = np.arange(problem.seq_len) // (problem.seq_len // problem.context_parallelism)
+    return rank_of
+
+
+def _seen_by(problem: Problem, rank_of: np.ndarray, rank: int) -> np.ndarray:
+    """Which positions some query of the rank sees by its window."""
+    left, right = (problem.seq_len if reach is None else min(reach, problem.seq_len) for reach in problem.window)
+    # How often a position is seen: +1 where a query's window starts, −1 behind its end.
+    queries = np.flatnonzero(rank_of == rank)
+    edges = np.zeros(problem.seq_len + 1, int)
+    np.add.at(edges, np.maximum(queries - left, 0), 1)
+    np.add.at(edges, np.minimum(queries + right + 1, problem.seq_len), -1)
+    return np.cumsum(edges)[:-1] > 0
 
 
 def _runs(flags: np.ndarray) -> Iterator[int]:
@@ -144,15 +155,43 @@ def _all_gather(problem: Problem, shape: _Shape) -> _Both:
     return [gathered], [gathered, home]
 
 
-def _ring(shape: _Shape, seq_len: int, axes: tuple[str, ...]) -> _Both:
-    """Once around, the last step that brings everything home included."""
+def _ring(problem: Problem, shape: _Shape, axes: tuple[str, ...]) -> _Both:
+    """As far as the window makes keys pass; gradients once around, the step that brings them home included."""
     row = shape.batch * shape.kv_heads * shape.dims * shape.wide
-    passed = seq_len * (row + shape.batch * 2 * _INT32)
+    row_and_ids = row + shape.batch * 2 * _INT32
+    held = problem.seq_len // problem.context_parallelism
+    passed = ring_steps(problem) * held * row_and_ids
     permute = ("collective-permute",)
     return (
-        [Allowance("all keys, once around", permute, axes, passed)],
-        [Allowance("all keys and their gradients, once around", permute, axes, passed + seq_len * row)],
+        [Allowance("all keys, as far as the window reaches", permute, axes, passed)],
+        [
+            Allowance(
+                "all keys, as far as the window reaches, and their gradients, once around",
+                permute,
+                axes,
+                passed + problem.seq_len * row,
+            )
+        ],
     )
+
+
+@lru_cache(maxsize=64)
+def ring_steps(problem: Problem) -> int:
+    """How often keys may move on by a rank: the fewest steps that show everybody what it sees, one way or both ways.
+
+    One more each way, since many rings turn once more than they must; never more than once around.
+    """
+    ranks, rank_of = problem.context_parallelism, _rank_of(problem)
+    distances = {
+        int(rank - owner) % ranks
+        for rank in range(ranks)
+        for owner in np.unique(rank_of[_seen_by(problem, rank_of, rank)])
+    } - {0}
+    ways = []
+    for up in range(ranks):
+        down = max((ranks - distance for distance in distances if distance > up), default=0)
+        ways.append(up + down + (up > 0) + (down > 0))
+    return min(ranks, *ways)
 
 
 def _head_exchange(problem: Problem, shape: _Shape, size: int, axes: tuple[str, ...]) -> _Both:

@@ -25,42 +25,52 @@ FACTOR = 4
 """How much longer the longer sequence is, and how much wider the wider window."""
 
 
-def work_facts(setting: Setting) -> dict[str, Any]:
-    """cost_facts of the programs "base", "longer" (the sequence) and "wider" (the window).
+def work_facts(setting: Setting, compiles: bool) -> dict[str, Any]:
+    """By layout (the case's own, and the other one that has chunks): cost_facts of the programs "base", "longer" (the
+    sequence) and "wider" (the window), and how many `rows` a rank holds in the longer.
 
-    The first two are compiled where the target claims `halo`; everything else is traced only.
-
-    `raised` (type and message), where one of them raises; `declined`, where the target declines one.
+    The first two of the case's own layout are compiled where the target claims `halo`, if `compiles`; all else is
+    traced only. `raised` (type and message), where one of them raises; `declined`, where the target declines one.
     """
-    facts: dict[str, Any] = {}
     # Compiling costs twice what the whole case does, and only a halo is judged by what it tells more: memory.
-    is_judged = setting.target.description.communication == "halo"
-    for name, problem, is_compared in _problems(setting.problem):
+    compiles = compiles and setting.target.description.communication == "halo"
+    own = setting.problem.layout
+    layouts = dict.fromkeys((own, "dual_chunk_swap" if own == "contiguous" else "contiguous"))
+    return {layout: _facts_of(setting, layout, compiles and layout == own) for layout in layouts}
+
+
+def _facts_of(setting: Setting, layout: str, compiles: bool) -> dict[str, Any]:
+    facts: dict[str, Any] = {}
+    for name, problem in _problems(setting.problem, layout):
         try:
             if (reason := setting.target.supports(problem)) is not None:
                 return {"declined": reason}
-            facts[name] = _costs(setting, problem, is_judged and is_compared)
+            facts[name] = _costs(setting, problem, compiles and name != "wider")
         except Declined as error:
             return {"declined": str(error)}
         except Exception as error:  # noqa: BLE001  # whatever foreign code raises is a finding, not a failure of ours
             return {"raised": [type(error).__name__, repr(error)[:1000]]}
+        if name == "longer":
+            facts["rows"] = problem.seq_len // problem.context_parallelism
     return facts
 
 
-def _problems(of_case: Problem) -> Iterator[tuple[str, Problem, bool]]:
-    """Like the case's problem, on at most two ranks: only their chunks' lengths and windows differ."""
-    ranks = min(2, of_case.context_parallelism)
-    chunks = ranks * (of_case.num_chunks // of_case.context_parallelism)
+def _problems(of_case: Problem, layout: str) -> Iterator[tuple[str, Problem]]:
+    """Like the case's problem, on two ranks where there are devices: only chunks' lengths and windows differ."""
+    fits_two = 2 * of_case.num_devices // of_case.context_parallelism <= len(jax.devices())
+    ranks = 2 if fits_two else min(2, of_case.context_parallelism)
+    chunk = _CHUNK if _CHUNK % of_case.ulysses_parallelism == 0 else _CHUNK * of_case.ulysses_parallelism
     base = of_case.replace(
+        layout=layout,
         context_parallelism=ranks,
         batch=of_case.data_parallelism,
-        seq_len=chunks * _CHUNK,
+        seq_len=ranks * (2 if layout == "dual_chunk_swap" else 1) * chunk,
         sliding_window_size=_WINDOW,
         window=None,
     )
-    yield "base", base, True
-    yield "longer", base.replace(seq_len=FACTOR * base.seq_len), True
-    yield "wider", base.replace(sliding_window_size=FACTOR * _WINDOW, window=None), False
+    yield "base", base
+    yield "longer", base.replace(seq_len=FACTOR * base.seq_len)
+    yield "wider", base.replace(sliding_window_size=FACTOR * _WINDOW, window=None)
 
 
 def _costs(setting: Setting, problem: Problem, compiles: bool) -> dict[str, Any]:

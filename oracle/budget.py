@@ -1,7 +1,7 @@
 """How far finite precision may stray from the right answer, element by element: derived, not picked.
 
-`allowances` is what a check compares an error with; error_terms.py has the formulas block by block, and
-docs/error-budgets.md their derivation. NumPy only. Tested in tests/oracle/test_budget_*.py.
+`allowances` is what a check compares an error with; softmax_errors.py and error_terms.py have the formulas, block by
+block, and docs/error-budgets.md their derivation. NumPy only. Tested in tests/oracle/test_budget_*.py.
 """
 
 from typing import Any, NamedTuple, Unpack
@@ -12,10 +12,11 @@ from jaxtyping import Float64
 from oracle import banded, tiles
 from oracle.arguments import AttentionOptions, validated, validated_cotangents
 from oracle.dense import SolvedBlock
-from oracle.error_terms import Numerics, Terms, allowance, block_terms, summed_over_group
+from oracle.error_terms import Terms, allowance, block_terms, summed_over_group
 from oracle.mask import most_visible
 from oracle.precision import Precision
 from oracle.rounding import Roundings
+from oracle.softmax_errors import Numerics
 
 __all__ = ["Allowances", "Answer", "Precision", "allowances", "answer_with_allowances", "share"]
 

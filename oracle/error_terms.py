@@ -1,42 +1,18 @@
 """How rounding in one block of attention reaches each tensor: the terms of the budget, to first order.
 
-Works on the blocks of dense.py, whoever cuts them (dense, banded, probe), so no array exceeds a block. Every formula is
-derived in docs/error-budgets.md. NumPy only. Tested in tests/oracle/test_budget_*.py.
+softmax_errors.py has those up to the probabilities. Works on the blocks of dense.py, whoever cuts them (dense, banded,
+probe), so no array exceeds a block. Every formula is derived in docs/error-budgets.md. NumPy only. Tested in
+tests/oracle/test_budget_*.py.
 """
 
-import dataclasses
 from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float64, Int64
 
-from oracle.dense import Block, BlockForward, BlockGradients, SolvedBlock, soft_capped, vjp_block
-from oracle.precision import Precision
-from oracle.rounding import Roundings, sum_roundoffs
-
-
-@dataclasses.dataclass(frozen=True)
-class Numerics:
-    """What the implementation declares, and what of the case decides how its errors add up."""
-
-    precision: Precision
-    structured_values: bool  # values follow a pattern: no roundings count as independent
-    visible_keys: int  # the most that a query sees, and so the most queries that see a key
-    rows: int  # of all batch rows together, which dsinks sums over
-
-    def sums(self, terms: int) -> float:
-        """How far a sum of so many terms may stray, relative to its sum of absolute values."""
-        return sum_roundoffs(terms) * self.precision.statistics_roundoff
-
-    @property
-    def flush(self) -> float:
-        """What is lost where a product, or a factor, is too small for a normal number (both may happen)."""
-        return 2.0 * self.precision.smallest_normal
-
-    @property
-    def independent(self) -> bool:
-        """Whether roundings count as independent."""
-        return not self.structured_values
+from oracle.dense import Block, BlockForward, BlockGradients, SolvedBlock, vjp_block
+from oracle.rounding import Roundings
+from oracle.softmax_errors import Numerics, SoftmaxErrors, computed_slope, largest_partial_sum, softmax_errors
 
 
 class Terms(NamedTuple):
@@ -59,7 +35,7 @@ class BlockTerms(NamedTuple):
 
 def block_terms(solved: SolvedBlock, numerics: Numerics) -> BlockTerms:
     """The terms of every tensor."""
-    softmax = _softmax_errors(solved.block, solved.forward, numerics)
+    softmax = softmax_errors(solved.block, solved.forward, numerics)
     out = _out_terms(solved.block, solved.forward, softmax, numerics)
     dprobabilities = solved.gradients.dprobabilities
     delta = _delta_terms(solved.block, solved.forward, solved.dout, solved.dlse, dprobabilities, out.worst, numerics)
@@ -86,7 +62,7 @@ def key_terms(
 
     Sums over a row take in all of the block's keys; for the others nothing else is formed.
     """
-    softmax = _softmax_errors(block, forward, numerics)
+    softmax = softmax_errors(block, forward, numerics)
     out_worst = _out_worst(block, forward, softmax, numerics)
     delta = _delta_terms(block, forward, dout, dlse, dout @ block.value.T, out_worst, numerics)
     block = block._replace(key=block.key[columns], value=block.value[columns], visible=block.visible[:, columns])
@@ -124,84 +100,7 @@ def summed_over_group(by_head: Float64[np.ndarray, "*batch group key dim"], term
     return Terms(terms.worst.sum(axis=-3), roundings.sum(axis=-3))
 
 
-class _SoftmaxErrors(NamedTuple):
-    slope: Float64[np.ndarray, "group query key"]  # the cap's steepest within reach of the products' error
-    bend: Float64[np.ndarray, "group query key"]  # absolute, of the cap's slope
-    weights: Float64[np.ndarray, "group query key"]  # relative, of exp(logit - maximum)
-    denominator: Float64[np.ndarray, "group query"]  # relative, of the sum of weights
-    lse: Float64[np.ndarray, "group query"]  # absolute
-    probabilities: Float64[np.ndarray, "group query key"]  # relative, of exp(logit - stored lse)
-    sink_share: Float64[np.ndarray, "group query"]  # relative, of exp(sink - stored lse)
-
-
-def _softmax_errors(block: Block, forward: BlockForward, numerics: Numerics) -> _SoftmaxErrors:
-    """From the products to the probabilities, as the forward normalises them and as the backward recomputes them."""
-    precision, few = numerics.precision, numerics.sums(1)
-    products = _products_error(block, forward, numerics)
-    logits, slope, bend = _capped_errors(block, forward, products, numerics)
-    is_empty = np.isneginf(forward.lse)
-    lse = np.where(is_empty, 0.0, forward.lse)
-    weights = _grown(logits + few * (1.0 + np.abs(forward.logits - lse[..., None])))
-    sinks = np.where(np.isneginf(block.sinks), 0.0, block.sinks)[:, None]
-    sink = few * (1.0 + np.abs(sinks - lse))
-    denominator = (forward.probabilities * weights).sum(axis=-1) + forward.sink_share * sink
-    denominator += numerics.sums(numerics.visible_keys)
-    lse_error = np.where(is_empty, 0.0, denominator + few * np.abs(lse))
-    stored = lse_error + precision.statistics_roundoff * np.abs(lse)
-    stored = _grown(stored)[..., None]
-    return _SoftmaxErrors(
-        slope=slope,
-        bend=bend,
-        weights=weights,
-        denominator=denominator,
-        lse=lse_error,
-        probabilities=weights + stored + weights * stored,
-        sink_share=sink + stored[..., 0],
-    )
-
-
-def _capped_errors(
-    block: Block, forward: BlockForward, products: Float64[np.ndarray, "group query key"], numerics: Numerics
-) -> tuple[Float64[np.ndarray, "group query key"], ...]:
-    """What the cap makes of the products' errors, which may be large beside it: the error of the logits, the steepest
-    slope within reach, and the error of the slope."""
-    cap, few = block.attn_logits_soft_cap, numerics.sums(1)
-    if cap is None:
-        return products, forward.slope, np.zeros_like(products)
-    size = np.abs(forward.products)
-    _, slope = soft_capped(np.maximum(size - products, 0.0), cap)
-    logits = np.minimum(slope * products, 2.0 * cap)
-    logits += (few + numerics.precision.logits_roundoff) * np.abs(forward.logits)
-    tanh = np.minimum((size + products) / cap, 1.0)  # no smaller than any within reach
-    bend = 2.0 * tanh * slope * products / cap + few * np.square(forward.logits / cap)
-    return logits, slope, np.minimum(bend, 1.0)
-
-
-def _grown(exponent_error: Float64[np.ndarray, "*shape"]) -> Float64[np.ndarray, "*shape"]:
-    """Relative error of exp(x) where x is wrong by so much: e^error - 1, no overflow (nothing is certain by then)."""
-    return np.expm1(np.minimum(exponent_error, 100.0))
-
-
-def _products_error(block: Block, forward: BlockForward, numerics: Numerics) -> Float64[np.ndarray, "group query key"]:
-    """Of scale * query.key. Rounded inputs are shared by all keys of a query: within its logits, not across them, do
-    their roundings count as independent."""
-    precision = numerics.precision
-    absolute = abs(block.scale) * (np.abs(block.query) @ np.abs(block.key).T)
-    sums = numerics.sums(block.key.shape[1]) * _largest_partial_sum(absolute, forward.products)
-    inputs = (precision.query_roundoff, precision.input_roundoff, precision.input_roundoff)
-    rounded = Roundings.of(block.query, *inputs).matmul(block.key.T).times(block.scale)
-    return sums + precision.logits_roundoff * np.abs(forward.products) + rounded.bound(numerics.independent)
-
-
-def _largest_partial_sum(
-    absolute: Float64[np.ndarray, "*shape"], total: Float64[np.ndarray, "*shape"]
-) -> Float64[np.ndarray, "*shape"]:
-    """The positive terms alone, or the negative ones, from the sum of absolute values and the sum: no order of
-    summation comes to more."""
-    return (absolute + np.abs(total)) / 2.0
-
-
-def _out_terms(block: Block, forward: BlockForward, softmax: _SoftmaxErrors, numerics: Numerics) -> Terms:
+def _out_terms(block: Block, forward: BlockForward, softmax: SoftmaxErrors, numerics: Numerics) -> Terms:
     """out = sum of probability * value, all of it divided by one denominator."""
     precision = numerics.precision
     roundoffs = (precision.factor_roundoff, precision.input_roundoff, precision.partial_roundoff)
@@ -210,7 +109,7 @@ def _out_terms(block: Block, forward: BlockForward, softmax: _SoftmaxErrors, num
 
 
 def _out_worst(
-    block: Block, forward: BlockForward, softmax: _SoftmaxErrors, numerics: Numerics
+    block: Block, forward: BlockForward, softmax: SoftmaxErrors, numerics: Numerics
 ) -> Float64[np.ndarray, "group query value_dim"]:
     flushed = numerics.flush * block.visible
     sums = numerics.sums(numerics.visible_keys)
@@ -240,12 +139,12 @@ def _delta_terms(
     return Terms(worst, roundings + partials.times(dout).sum(axis=-1))
 
 
-def _dproducts_terms(solved: SolvedBlock, softmax: _SoftmaxErrors, delta: Terms, numerics: Numerics) -> Terms:
+def _dproducts_terms(solved: SolvedBlock, softmax: SoftmaxErrors, delta: Terms, numerics: Numerics) -> Terms:
     """dproducts = slope * probability * (its cotangent - delta + dlse), without what delta's roundings add."""
     block, dout, dlse, forward, gradients = solved
     precision, few, size = numerics.precision, numerics.sums(1), np.abs(gradients.dlogits)
     absolute = np.abs(dout) @ np.abs(block.value).T
-    dprobabilities = numerics.sums(dout.shape[-1]) * _largest_partial_sum(absolute, gradients.dprobabilities)
+    dprobabilities = numerics.sums(dout.shape[-1]) * largest_partial_sum(absolute, gradients.dprobabilities)
     inputs = Roundings.of(dout, precision.input_roundoff, precision.input_roundoff)
     dprobabilities += inputs.matmul(block.value.T).bound(numerics.independent)
     dlogits = size * softmax.probabilities + forward.probabilities * (dprobabilities + delta.worst[..., None])
@@ -256,7 +155,7 @@ def _dproducts_terms(solved: SolvedBlock, softmax: _SoftmaxErrors, delta: Terms,
     roundoffs = (factor, factor, precision.input_roundoff, precision.partial_roundoff)
     roundings = Roundings.of(gradients.dlogits, *roundoffs)
     roundings += Roundings.of(forward.probabilities * gradients.dprobabilities, factor)
-    return Terms(worst, roundings.times(forward.slope))
+    return Terms(worst, roundings.times(computed_slope(block, forward, numerics)))
 
 
 def _dquery_terms(solved: SolvedBlock, dproducts: Terms, delta: Terms, numerics: Numerics) -> Terms:
@@ -265,7 +164,7 @@ def _dquery_terms(solved: SolvedBlock, dproducts: Terms, delta: Terms, numerics:
     sums = numerics.sums(numerics.visible_keys) * np.abs(solved.gradients.dlogits) * forward.slope
     worst = abs(scale) * ((dproducts.worst + sums) @ np.abs(block.key))
     worst += numerics.flush * (1.0 + abs(scale)) * block.visible.sum(axis=-1)[:, None]
-    together = (forward.slope * forward.probabilities) @ block.key
+    together = (computed_slope(block, forward, numerics) * forward.probabilities) @ block.key
     roundings = dproducts.roundings.matmul(block.key) + delta.roundings.along(-1).times(together)
     return Terms(worst, roundings.times(scale))
 
@@ -277,12 +176,13 @@ def _dkey_terms(solved: SolvedBlock, dproducts: Terms, delta: Terms, numerics: N
     size = forward.slope * np.abs(solved.gradients.dlogits)
     worst = (dproducts.worst + numerics.sums(readers) * size).swapaxes(1, 2) @ np.abs(block.query)
     worst = abs(scale) * worst + numerics.flush * (1.0 + abs(scale)) * block.visible.sum(axis=0)[:, None]
-    roundings = dproducts.roundings + delta.roundings.along(-1).times(forward.slope * forward.probabilities)
+    weights = computed_slope(block, forward, numerics) * forward.probabilities
+    roundings = dproducts.roundings + delta.roundings.along(-1).times(weights)
     roundings += Roundings.of(size, numerics.precision.query_roundoff)
     return Terms(worst, roundings.transposed_matmul(block.query).times(scale))
 
 
-def _dvalue_terms(solved: SolvedBlock, softmax: _SoftmaxErrors, numerics: Numerics) -> Terms:
+def _dvalue_terms(solved: SolvedBlock, softmax: SoftmaxErrors, numerics: Numerics) -> Terms:
     """dvalue = sum over heads and queries of probability * dout."""
     block, dout, _, forward, _ = solved
     readers = numerics.visible_keys * block.query.shape[0]
@@ -293,7 +193,7 @@ def _dvalue_terms(solved: SolvedBlock, softmax: _SoftmaxErrors, numerics: Numeri
     return Terms(worst, Roundings.of(forward.probabilities, *roundoffs).transposed_matmul(dout))
 
 
-def _dsinks_terms(solved: SolvedBlock, softmax: _SoftmaxErrors, delta: Terms, numerics: Numerics) -> Terms:
+def _dsinks_terms(solved: SolvedBlock, softmax: SoftmaxErrors, delta: Terms, numerics: Numerics) -> Terms:
     """dsinks = sum over queries of sink share * (dlse - delta)."""
     _, dout, dlse, forward, _ = solved
     row = np.abs(dlse - (dout * forward.out).sum(axis=-1))

@@ -1,7 +1,7 @@
 """The numerics that an implementation declares, and the unit roundoffs that follow from them.
 
 Plain data. Nothing below bfloat16 operands with float32 sums can be declared: that is the floor. The formulas that
-use these numbers are in error_terms.py and docs/error-budgets.md. Tested in tests/oracle/test_precision.py.
+use these numbers are in softmax_errors.py and error_terms.py. Tested in tests/oracle/test_precision.py.
 """
 
 import dataclasses

@@ -12,11 +12,12 @@ import numpy as np
 from jaxtyping import Float64
 
 from oracle.dense import SolvedBlock, forward_block, vjp_block
-from oracle.error_terms import Numerics, Terms, allowance, block_terms, key_terms, summed_over_group
+from oracle.error_terms import Terms, allowance, block_terms, key_terms, summed_over_group
 from oracle.mask import most_visible
 from oracle.outline import Outline, Positions, Reader, Rows, reader
 from oracle.precision import Precision
 from oracle.rounding import Roundings
+from oracle.softmax_errors import Numerics
 
 # Places of one head that lie within so many positions of each other share one walk over what they see.
 CLUSTER = 64

@@ -1,4 +1,4 @@
-"""Another problem called between two traces of a case's own: is each right? A part of the check invariance.
+"""Other problems called between two traces of a case's own: is each right? A part of the check invariance.
 
 May touch: evidence, findings. Tests: tests/conformance/test_other_programs.py.
 """
@@ -34,8 +34,7 @@ def judge_programs(evidence: Evidence, check: str) -> Outcome:
         words = f"raises {kind} when {program} is called in the same process"
         return Outcome({"out": np.inf}, (_finding(evidence, check, "out", words, message),))
     asked = [("alone", evidence.case, "out", _AGAIN), ("alone", evidence.case, f"d{facts['alone']}", _ALONE)]
-    if facts["other"] is not None:
-        asked.insert(0, ("other", parse_case(facts["other"]), "out", _OTHER))
+    asked = [(name, parse_case(text), "out", _OTHER) for name, text in facts["others"].items()] + asked
     shares: dict[str, float] = {}
     findings: dict[str, Finding] = {}
     for program, case, tensor, words in asked:

@@ -2,21 +2,22 @@
 
 Two programs of one problem are compared that differ in the sequence's length alone. Their costs are those of the traced
 and compiled program, so that no clock is asked. A finding only for a target that claims `halo`: the others may see the
-whole sequence by their nature, and their figures are reported.
+whole sequence by their nature, and their figures are reported. A loop that turns once for every row, and constants with
+a value for every pair of rows, are findings for whoever claims a strategy: no accelerator has a use for either.
 May touch: evidence, findings. Tests: tests/conformance/test_checks_work.py.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from conformance.checks.outcome import Outcome
 from conformance.evidence import Evidence
 from conformance.finding import Finding
 
-TENSORS = ("flops", "memory", "program")
+TENSORS = ("flops", "memory", "program", "loops")
 # The sequence is four times as long: what grows in proportion grows fourfold, what grows with its square sixteenfold,
 # and halfway between (on the scale where both are powers) is eightfold.
 _LENGTH_FACTOR = 4
@@ -35,30 +36,82 @@ _MEASURES = (
 
 def check(evidence: Evidence) -> Outcome:
     """Compares the costs at one length with those at four times that length, and (figures only) at a wider window."""
-    facts = evidence.message.get("work")
-    if facts is None or "declined" in facts:
-        return Outcome()
+    shares: dict[str, float] = {}
+    findings: dict[tuple[str, str], Finding] = {}
+    figures: dict[str, float] = {}
+    for layout, facts in evidence.message.get("work", {}).items():
+        if "declined" in facts:
+            continue
+        for tensor, share, finding in _judged(evidence, layout, facts):
+            shares[tensor] = max(shares.get(tensor, 0.0), share)
+            if finding is not None:
+                findings.setdefault((tensor, finding.signature), finding)
+        figures |= _figures(layout, facts)
+    return Outcome(shares, tuple(findings.values()), figures=figures)
+
+
+Judged = Iterator[tuple[str, float, Finding | None]]
+
+
+def _judged(evidence: Evidence, layout: str, facts: Mapping[str, Any]) -> Judged:
+    """(tensor, share of what is allowed, the finding if it is one) of each cost in one layout."""
     judges = evidence.target.communication == "halo"
     if "raised" in facts:
         kind, message = facts["raised"]
         what = f"raises {kind} on a longer sequence"
-        return Outcome({"program": 0.0}, (_finding(evidence, "program", what, message),) if judges else ())
-    shares: dict[str, float] = {}
-    findings: list[Finding] = []
-    figures: dict[str, float] = {}
+        yield "program", 0.0, _finding(evidence, "program", what, f"{message}, in {layout}") if judges else None
+        return
     for tensor, measure, words, limit in _MEASURES:
         if measure not in facts["longer"]:
             continue  # known of compiled programs alone
         growth = _growth(facts, "longer", measure)
-        figures[f"{measure}, sequence {_LENGTH_FACTOR} times as long"] = growth
-        if measure in facts["wider"]:
-            figures[f"{measure}, window {_LENGTH_FACTOR} times as wide"] = _growth(facts, "wider", measure)
-        shares[tensor] = max(shares.get(tensor, 0.0), growth / limit)
+        finding = None
         if judges and growth > limit:
             base, longer = facts["base"][measure], facts["longer"][measure]
-            how = f"{base:.4g} become {longer:.4g} where only the sequence is {_LENGTH_FACTOR} times as long"
-            findings.append(_finding(evidence, tensor, f"{words} do not follow the window", how))
-    return Outcome(shares, tuple(findings), figures=figures)
+            how = (
+                f"{base:.4g} become {longer:.4g} where only the sequence is {_LENGTH_FACTOR} times as long, in {layout}"
+            )
+            finding = _finding(evidence, tensor, f"{words} do not follow the window", how)
+        yield tensor, growth / limit, finding
+    if evidence.target.communication is not None:
+        yield _row_loops(evidence, layout, facts)
+        yield _pair_constants(evidence, layout, facts)
+
+
+def _row_loops(evidence: Evidence, layout: str, facts: Mapping[str, Any]) -> tuple[str, float, Finding | None]:
+    """The longest loop as a share of the rows that a rank holds, where it grows with them."""
+    turns, rows = facts["longer"]["longest_loop"], facts["rows"]
+    grows = _growth(facts, "longer", "longest_loop") > _PROGRAM_HALFWAY
+    if not grows or turns < rows:
+        return "loops", turns / rows if grows else 0.0, None
+    what = "a loop of its program turns once for every row"
+    how = f"{turns} turns where a rank holds {rows} rows, in {layout}"
+    return "loops", turns / rows, _finding(evidence, "loops", what, how)
+
+
+def _pair_constants(evidence: Evidence, layout: str, facts: Mapping[str, Any]) -> tuple[str, float, Finding | None]:
+    """Constants as a share of one bit for every pair of a rank's rows, where they grow as the pairs do."""
+    held, pairs = facts["longer"]["constant_bytes"], facts["rows"] ** 2 / 8
+    grows = _growth(facts, "longer", "constant_bytes") > _HALFWAY
+    if not grows or held < pairs:
+        return "program", held / pairs if grows else 0.0, None
+    what = "constants built into its program hold a value for every pair of rows"
+    how = f"{held} bytes where a rank holds {facts['rows']} rows, in {layout}"
+    return "program", held / pairs, _finding(evidence, "program", what, how)
+
+
+def _figures(layout: str, facts: Mapping[str, Any]) -> dict[str, float]:
+    figures: dict[str, float] = {}
+    if "raised" in facts:
+        return figures
+    for _, measure, _, _ in _MEASURES:
+        if measure in facts["longer"]:
+            growth = _growth(facts, "longer", measure)
+            figures[f"{measure}, sequence {_LENGTH_FACTOR} times as long, {layout}"] = growth
+        if measure in facts["wider"] and measure in facts["longer"]:
+            growth = _growth(facts, "wider", measure)
+            figures[f"{measure}, window {_LENGTH_FACTOR} times as wide, {layout}"] = growth
+    return figures
 
 
 def _growth(facts: Mapping[str, Any], name: str, measure: str) -> float:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -54,13 +53,6 @@ def _unrolled(results: Arrays, arrays: Arrays, problem: Problem) -> Arrays:
     return {**results, "out": out}
 
 
-def _twice(right: Any, operands: Any, *rest: Any) -> Any:
-    """Both results are the same: their mean is either."""
-    again, _ = lax.optimization_barrier((operands, jnp.zeros(())))
-    first, second = right(operands, *rest), right(again, *rest)
-    return jax.tree.map(lambda one, other: one / 2 + other / 2, first, second)
-
-
 def _unnamed(right: Any, value: Any, name: str) -> Any:
     return value
 
@@ -89,7 +81,7 @@ FAULTS = (
         kind="Q",
         report="keras-team/keras/issues/21808",
         sentence="The kernel that skips blocks is not taken: every query meets every key that is there.",
-        planted_in="ulysses",
+        planted_in="halo",
         smallest="v=1 seq_len=1024 sliding_window_size=3",
         applies=cuts_left,
         replaced=(Replacement(query_blocks, "_keys_seen", _every_key),),
@@ -133,16 +125,6 @@ FAULTS = (
         smallest="v=1 seq_len=8 sliding_window_size=3",
         applies=always,
         returned=_unrolled,
-    ),
-    Fault(
-        name="forward_kernel_runs_twice",
-        kind="Q",
-        report=NOT_PUBLIC,
-        sentence="The kernel of the forward runs twice on the same rows.",
-        planted_in="ring",
-        smallest="v=1 seq_len=8 sliding_window_size=3",
-        applies=always,
-        replaced=(Replacement(xla, "_forward_whole", _twice),),
     ),
     Fault(
         name="residuals_without_names",

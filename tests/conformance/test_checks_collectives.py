@@ -14,7 +14,7 @@ from conformance.case_text import parse_case
 from conformance.checks import CHECKS, Outcome
 from conformance.evidence import Evidence
 from conformance.target import TargetDescription
-from conformance.wire_plan import halo_rows, wire_plan
+from conformance.wire_plan import halo_rows, ring_steps, wire_plan
 
 Judged = Callable[[str, str, str], Outcome]
 
@@ -184,6 +184,27 @@ def test_rows_are_rounded_run_by_run_and_never_beyond_a_chunk() -> None:
     problem = parse_case("v=1 seq_len=64 sliding_window_size=20 context_parallelism=4").problem  # 16 and 3 rows
     assert halo_rows(problem, 4) == (20, 20), "16, and 3 rounded up to 4"
     assert halo_rows(problem, 128) == (32, 32), "two whole chunks"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("seq_len=32 sliding_window_size=5 context_parallelism=8", 2),  # from the rank before, and one turn more
+        ("seq_len=32 sliding_window_size=6 context_parallelism=8", 3),  # five keys back, chunks of four
+        ("seq_len=32 window=2,2 context_parallelism=8", 4),  # from either side: one and one more each way
+        ("seq_len=32 sliding_window_size=2 context_parallelism=8 layout=dual_chunk_swap", 4),  # chunks r-1 and 14-r
+        ("seq_len=32 sliding_window_size=32 context_parallelism=8", 8),  # seven, and never more than once around
+        ("seq_len=32 sliding_window_size=1 context_parallelism=8", 0),  # nobody sees a neighbour's key
+    ],
+)
+def test_a_ring_turns_as_far_as_the_window_reaches_and_once_more(text: str, expected: int) -> None:
+    assert ring_steps(parse_case(f"v=1 {text}").problem) == expected, "counted by hand"
+
+
+def test_a_ring_that_goes_all_the_way_round_for_a_short_window_sends_too_much(judged: Judged) -> None:
+    case = "v=1 seq_len=32 sliding_window_size=3 context_parallelism=8 seed=1"
+    outcome = judged("conformance.faults:ring_goes_all_the_way_round", case, "collectives")
+    assert ("forward", "sends too much by collective-permute") in _kinds(outcome), "seven turns for one"
 
 
 def test_a_plan_counts_a_row_as_its_heads_features_and_id() -> None:

@@ -21,15 +21,17 @@ _COSTS = {
     "temporary_bytes": 1000,
     "constant_bytes": 1000,
     "equations": 100,
+    "longest_loop": 2,
     "unknown_loops": 0,
     "xla_flops": 10.0,
 }
 
 
-def _made_up(communication: str | None = "halo", **longer: int) -> Outcome:
+def _made_up(communication: str | None = "halo", **longer: float) -> Outcome:
     """The judgement of a target whose program costs fourfold on a sequence four times as long, but for `longer`."""
     costs = {name: 4 * value for name, value in _COSTS.items()} | {"equations": 100} | longer
-    message = {"work": {"base": _COSTS, "longer": costs, "wider": {"matmul_flops": 2000}}}
+    facts = {"base": _COSTS, "longer": costs, "wider": {"matmul_flops": 2000}, "rows": 4096}
+    message = {"work": {"contiguous": facts, "dual_chunk_swap": {"declined": "not its layout"}}}
     description = TargetDescription("m:t", "t", communication=communication)
     return CHECKS["work"].run(Evidence(description, parse_case(_CASE), message, {}))
 
@@ -37,8 +39,9 @@ def _made_up(communication: str | None = "halo", **longer: int) -> Outcome:
 def test_costs_in_proportion_to_the_sequence_are_right() -> None:
     outcome = _made_up()
     assert outcome.findings == (), "fourfold, for four times as much to do"
-    assert outcome.shares == {"flops": 0.5, "memory": 0.5, "program": 0.5}, "half of what would be a finding"
-    assert outcome.figures["matmul_flops, window 4 times as wide"] == 2.0, "reported"
+    half = {"flops": 0.5, "memory": 0.5, "program": 0.5}
+    assert outcome.shares == half | {"loops": 8 / 4096}, "half of what would be a finding; a loop over blocks"
+    assert outcome.figures["matmul_flops, window 4 times as wide, contiguous"] == 2.0, "reported"
 
 
 @pytest.mark.parametrize(
@@ -58,10 +61,31 @@ def test_each_cost_that_outgrows_the_sequence_is_a_finding_of_its_own(measure: s
     assert f"{value:.4g}" in finding.reading, "the reading does"
 
 
+@pytest.mark.parametrize(("base", "longer", "is_finding"), [(1024, 4096, True), (1024, 1024, False), (32, 128, False)])
+def test_a_loop_over_rows_is_a_finding_for_whoever_claims_a_strategy(base: int, longer: int, is_finding: bool) -> None:
+    costs = {name: _COSTS | {"longest_loop": turns} for name, turns in (("base", base), ("longer", longer))}
+    message = {"work": {"contiguous": {"declined": "no"}, "dual_chunk_swap": costs | {"wider": {}, "rows": 4096}}}
+    for communication, judges in (("halo", True), ("ulysses", True), (None, False)):
+        evidence = Evidence(TargetDescription("m:t", "t", communication=communication), parse_case(_CASE), message, {})
+        signatures = [finding.signature for finding in CHECKS["work"].run(evidence).findings]
+        expected = ["a loop of its program turns once for every row"] if is_finding and judges else []
+        assert signatures == expected, f"{communication}: {base} turns, then {longer}, of 4096 rows"
+
+
+@pytest.mark.parametrize(("base", "longer", "is_finding"), [(2**17, 2**21, True), (2**15, 2**19, False), (0, 0, False)])
+def test_a_constant_with_a_bit_for_every_pair_of_rows_is_a_finding(base: int, longer: int, is_finding: bool) -> None:
+    costs = {name: _COSTS | {"constant_bytes": size} for name, size in (("base", base), ("longer", longer))}
+    message = {"work": {"contiguous": costs | {"wider": {}, "rows": 4096}}}
+    evidence = Evidence(TargetDescription("m:t", "t", communication="all_gather"), parse_case(_CASE), message, {})
+    signatures = [finding.signature for finding in CHECKS["work"].run(evidence).findings]
+    expected = ["constants built into its program hold a value for every pair of rows"] if is_finding else []
+    assert signatures == expected, "4096 rows squared are 2 MiB of bits"
+
+
 def test_only_a_halo_owes_it_and_the_others_figures_are_reported() -> None:
     outcome = _made_up("all_gather", matmul_flops=16000)
     assert outcome.findings == (), "it sees the whole sequence by its nature"
-    assert outcome.figures["matmul_flops, sequence 4 times as long"] == 16.0, "said"
+    assert outcome.figures["matmul_flops, sequence 4 times as long, contiguous"] == 16.0, "said"
     assert not CHECKS["work"].is_claimed(TargetDescription("m:t", "t", communication="all_gather")), "not claimed"
     assert CHECKS["work"].is_claimed(TargetDescription("m:t", "t", communication="halo")), "claimed"
 
@@ -70,7 +94,7 @@ def test_a_longer_sequence_that_is_declined_is_not_judged_and_one_that_raises_is
     halo = TargetDescription("m:t", "t", communication="halo")
 
     def run(work: dict[str, Any]) -> Outcome:
-        return CHECKS["work"].run(Evidence(halo, parse_case(_CASE), {"work": work}, {}))
+        return CHECKS["work"].run(Evidence(halo, parse_case(_CASE), {"work": {"contiguous": work}}, {}))
 
     assert run({"declined": "too long"}) == Outcome(), "nothing was seen"
     (finding,) = run({"raised": ["IndexError", "IndexError(9)"]}).findings
@@ -87,4 +111,4 @@ def test_a_longer_sequence_that_is_declined_is_not_judged_and_one_that_raises_is
 def test_programs_are_compared_as_they_are_traced_and_compiled(judged: Judged, name: str, tensors: set[str]) -> None:
     outcome = judged(f"sending:{name}", _CASE, "work")
     assert {finding.tensor for finding in outcome.findings} == tensors, "what does not follow the window"
-    assert set(outcome.shares) == {"flops", "memory", "program"}, "all were looked at"
+    assert set(outcome.shares) == {"flops", "memory", "program", "loops"}, "all were looked at"

@@ -25,11 +25,9 @@ def _kinds(outcome: Outcome) -> dict[str, str]:
 def test_a_few_cases_of_a_list_are_designated_and_no_shrunk_one() -> None:
     cases = case_list("quick", 0)
     designated = [case for case in cases if asks_programs(case)]
-    assert 8 <= len(designated) <= 10, "one in 32: each compiles two programs more"
+    assert 8 <= len(designated) <= 10, "one in 32: each compiles three programs more"
     assert not asks_programs(parse_case("v=1")), "the shrinker makes the seed zero where it can"
     assert {argument_alone(case) for case in designated} >= {"query", "key", "value"}, "each argument has its turn"
-    heads_first = {next(neighbours_of(case)).problem.num_kv_heads > case.problem.num_kv_heads for case in designated}
-    assert heads_first == {True, False}, "each kind of neighbour has its turn"
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,8 @@ import pytest
 import oracle
 from oracle.budget import Precision, answer_with_allowances, share
 from oracle.dense import Block, SolvedBlock, forward_block, vjp_block
-from oracle.error_terms import Numerics, allowance, block_terms
+from oracle.error_terms import allowance, block_terms
+from oracle.softmax_errors import Numerics
 
 
 @pytest.fixture

@@ -120,7 +120,7 @@ def by_loops(case, roundoffs, tiny, structured):
     for b, h, q in product(range(batch), range(query_heads), range(seq)):
         kv, keys = h // group, [k for k in range(seq) if visible[b, q, k]]
         read_lse = lse[b, q, h] if math.isfinite(lse[b, q, h]) else 0.0
-        logit, slope, steepest, bend, p, e_product, e_weight = {}, {}, {}, {}, {}, {}, {}
+        logit, slope, computed, steepest, bend, p, e_product, e_weight = {}, {}, {}, {}, {}, {}, {}, {}
         for k in keys:
             plain = scale * sum(query[b, q, h, d] * key[b, k, kv, d] for d in range(head_dim))
             size = abs(scale) * sum(abs(query[b, q, h, d] * key[b, k, kv, d]) for d in range(head_dim))
@@ -131,12 +131,14 @@ def by_loops(case, roundoffs, tiny, structured):
             e_product[k] = sums(head_dim) * partial + u_logit * abs(plain) + inputs.bound(structured)
             logit[k] = plain if cap is None else cap * math.tanh(plain / cap)
             slope[k] = 1.0 if cap is None else 1 - math.tanh(plain / cap) ** 2
-            e_logit, steepest[k], bend[k] = e_product[k], 1.0, 0.0
+            e_logit, steepest[k], bend[k], computed[k] = e_product[k], 1.0, 0.0, slope[k]
             if cap is not None:
                 steepest[k] = 1 / math.cosh(max(0.0, abs(plain) - e_product[k]) / cap) ** 2
                 e_logit = min(steepest[k] * e_product[k], 2 * cap) + (few + u_logit) * abs(logit[k])
                 tanh = min(1.0, (abs(plain) + e_product[k]) / cap)
                 bend[k] = min(1.0, 2 * tanh * steepest[k] * e_product[k] / cap + few * (logit[k] / cap) ** 2)
+                steepest[k] += few * (logit[k] / cap) ** 2
+                computed[k] += few * (logit[k] / cap) ** 2
             e_weight[k] = math.expm1(min(100.0, e_logit + few * (1 + abs(logit[k] - read_lse))))
             p[k] = math.exp(logit[k] - read_lse)
         e_sink = few * (
@@ -184,8 +186,8 @@ def by_loops(case, roundoffs, tiny, structured):
             e_dproduct = steepest[k] * (abs(dlogit) * (e_p[k] + few) + p[k] * (e_dp + e_delta)) + abs(dlogit) * bend[k]
             e_dproduct += flush * (1 + abs(dp[k] + row))
             dproduct = Together()
-            dproduct.add(slope[k] * dlogit, u_factor, u_factor, u_input, u_part)
-            dproduct.add(slope[k] * p[k] * dp[k], u_factor)
+            dproduct.add(computed[k] * dlogit, u_factor, u_factor, u_input, u_part)
+            dproduct.add(computed[k] * p[k] * dp[k], u_factor)
             for d in range(head_dim):
                 q_d, k_d = query[b, q, h, d], key[b, k, kv, d]
                 if rounded["dquery"][b, q, h, d] is None:
@@ -198,7 +200,7 @@ def by_loops(case, roundoffs, tiny, structured):
                 )
                 worst["dkey"][b, k, h, d] += flush * (1 + abs(scale))
                 rounded["dkey"][b, k, h, d].add_all(dproduct, scale * q_d)
-                rounded["dkey"][b, k, h, d].add_all(delta, scale * q_d * slope[k] * p[k])
+                rounded["dkey"][b, k, h, d].add_all(delta, scale * q_d * computed[k] * p[k])
                 rounded["dkey"][b, k, h, d].add(scale * q_d * slope[k] * dlogit, u_query)
                 head_gradient["dkey"][b, k, h, d] += scale * slope[k] * dlogit * q_d
             for v in range(value_dim):
@@ -207,7 +209,7 @@ def by_loops(case, roundoffs, tiny, structured):
                 rounded["dvalue"][b, k, h, v].add(p[k] * dout[b, q, h, v], u_factor, u_input, u_part)
                 head_gradient["dvalue"][b, k, h, v] += p[k] * dout[b, q, h, v]
         for d in range(head_dim):
-            together = sum(scale * slope[k] * p[k] * key[b, k, kv, d] for k in keys)
+            together = sum(scale * computed[k] * p[k] * key[b, k, kv, d] for k in keys)
             if rounded["dquery"][b, q, h, d] is None:
                 rounded["dquery"][b, q, h, d] = Together()
             rounded["dquery"][b, q, h, d].add_all(delta, together)
