@@ -7,13 +7,15 @@ Tests: tests/conformance/test_cli.py.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
+import errno
 import platform
 import signal
 import sys
 import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +28,12 @@ from conformance.case_list import case_list, list_hash
 from conformance.case_text import format_case, parse_case
 from conformance.checks import CHECKS
 from conformance.devices import Devices, parse_devices
-from conformance.finding import plain
 from conformance.hosts.launch import CHECKS_OF_HOSTS, run_plan_on_hosts
 from conformance.known_issues import KnownIssuesError, load_known_issues
 from conformance.models import LAYERS
 from conformance.options import DEFAULT_TARGETS, NIGHTLY_SECONDS, parse_options, version_of
 from conformance.problem import LAYOUTS, Case, InvalidCase
-from conformance.report.json_report import FILE_NAME, prepare_directory, write_json, write_report
+from conformance.report.json_report import FILE_NAME, prepare_directory, write_json
 from conformance.report.terminal import print_details, print_run
 from conformance.report.verdict import (
     EXIT_CANNOT_START,
@@ -45,31 +46,58 @@ from conformance.report.verdict import (
 )
 from conformance.runner import Plan, Run, run
 from conformance.target import TargetError
+from conformance.telling import Telling
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit status."""
     commands = {"run": _run, "replay": _replay, "aot": _aot, "selftest": _selftest}
     options = parse_options(sys.argv[1:] if arguments is None else list(arguments), commands)
-    _hear_interrupts()
     try:
-        return options.command(options)
+        with _hearing_signals():
+            return options.command(options)
     except KeyboardInterrupt:  # before the first case or after the last: the run itself answers for the time between
         print("halocheck: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
     except (TargetError, KnownIssuesError, _CannotStart) as error:
         print(f"halocheck: {error}", file=sys.stderr)
         return EXIT_CANNOT_START
-    except Exception:  # noqa: BLE001  # a fault of the harness has an exit status of its own, and must be reported whole
+    except Exception as error:  # noqa: BLE001  # a fault of the harness has an exit status of its own
+        if isinstance(error, OSError) and error.errno in _NO_ROOM:
+            print(f"halocheck: the run could not go on: {error}", file=sys.stderr)
+            return EXIT_HARNESS_FAILED
         traceback.print_exc()
         print("halocheck: this is a fault of halocheck itself; nothing is said about the target", file=sys.stderr)
         return EXIT_HARNESS_FAILED
 
 
-def _hear_interrupts() -> None:
-    """A shell starts what runs in the background with SIGINT ignored, and Python leaves it so; a run must hear it."""
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+@contextlib.contextmanager
+def _hearing_signals() -> Iterator[None]:
+    """Any of _SIGNALS interrupts the run; what comes after the first cannot keep it from telling what it found.
+
+    A shell starts what runs in the background with SIGINT ignored, and Python leaves it so: a run must hear it. A
+    SIGHUP that is ignored (nohup) stays so.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    heard = [number for number in _SIGNALS if number == signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN]
+
+    def interrupt(*_: Any) -> None:
+        for number in heard:
+            signal.signal(number, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, interrupt) for number in heard}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class _CannotStart(Exception):
@@ -114,9 +142,11 @@ def _run_on_hosts(options: argparse.Namespace, devices: Devices, cases: tuple[Ca
     targets = tuple(options.targets) or DEFAULT_TARGETS
     plan = Plan(targets, cases, (), devices, CHECKS_OF_HOSTS, shrink_findings=False, num_hosts=options.hosts)
     about = _about(options, plan) | {"profile": options.profile, "seed": options.seed, "hosts": options.hosts}
-    print(_header(about), flush=True)
-    state = run_plan_on_hosts(plan, options.hosts, lambda line: print(plain(line), flush=True))
-    return _told(state, about, options)
+    state = Run(plan)
+    telling = Telling(state, about, options.report)
+    telling(_header(about))
+    state = run_plan_on_hosts(plan, options.hosts, telling, state)
+    return _tell_verdict(state, telling, options)
 
 
 def _replay(options: argparse.Namespace) -> int:
@@ -170,24 +200,35 @@ def _carry_out(plan: Plan, options: argparse.Namespace, asked: dict[str, Any], *
     if options.report is not None:
         _prepare("--report", options.report)
     about = _about(options, plan) | asked
-    print(_header(about), flush=True)
-    state = run(plan, lambda line: print(plain(line), flush=True))
-    return _told(state, about, options, in_detail=in_detail)
+    state = Run(plan)
+    telling = Telling(state, about, options.report)
+    telling(_header(about))
+    try:
+        state = run(plan, telling, state)
+    except (Exception, KeyboardInterrupt):
+        if state.targets:  # else nothing has run
+            state.interrupted = True
+            _tell_verdict(state, telling, options)
+        raise
+    return _tell_verdict(state, telling, options, in_detail=in_detail)
 
 
-def _told(state: Run, about: dict[str, Any], options: argparse.Namespace, *, in_detail: bool = False) -> int:
-    """Writes the report, prints the verdict, and gives the exit status."""
-    failed = None if options.report is None else _failure_to_write(state, about, options.report)
+def _tell_verdict(state: Run, telling: Telling, options: argparse.Namespace, *, in_detail: bool = False) -> int:
+    """Writes the report, prints the verdict, and gives the exit status.
+
+    The report comes first: a closed pipe must not cost it.
+    """
+    telling.write(state)
     console = Console(highlight=False)
     if in_detail:
-        print_details(state, console)
-    print_run(state, console)
-    if failed is not None:
-        print(f"halocheck: the report could not be written: {failed}", file=sys.stderr)
-        return EXIT_HARNESS_FAILED
-    if options.report is not None:
-        print(f"report: {options.report / FILE_NAME}")
-    return exit_status(state)
+        telling.print(lambda: print_details(state, console))
+    telling.print(lambda: print_run(state, console))
+    if telling.failed_to_write is not None:
+        print(f"halocheck: the report could not be written: {telling.failed_to_write}", file=sys.stderr)
+    elif options.report is not None:
+        telling.print(lambda: print(f"report: {options.report / FILE_NAME}", flush=True))
+    is_told = telling.failed_to_write is None and telling.failed_to_print is None
+    return exit_status(state) if is_told else EXIT_HARNESS_FAILED
 
 
 def _prepare(option: str, directory: Path) -> None:
@@ -195,15 +236,6 @@ def _prepare(option: str, directory: Path) -> None:
         prepare_directory(directory)
     except OSError as error:
         raise _CannotStart(f"{option} {directory} cannot be written to: {error}") from error
-
-
-def _failure_to_write(state: Run, about: dict[str, Any], directory: Path) -> OSError | None:
-    """Writes the report, before the terminal is touched: a closed pipe or a second Ctrl-C must not cost it."""
-    try:
-        write_report(state, about, directory)
-    except OSError as error:
-        return error
-    return None
 
 
 def _about(options: argparse.Namespace, plan: Plan) -> dict[str, Any]:

@@ -1,12 +1,14 @@
-"""The parent's hold on one worker process: starting it, one request at a time, and telling a crash from a hang.
+"""The parent's hold on one worker process: starting it, one request at a time, telling a crash from a hang (watch.py).
 
-A hang is judged by CPU time, not by the clock: a machine may be slow, a deadlock uses no CPU.
+What it prints goes to a file that holds one case's at most; what it starts is ended with it.
 May touch: processes, sockets, a temporary log file; never JAX. Tests: tests/conformance/test_process.py.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import fcntl
 import os
 import select
 import signal
@@ -14,28 +16,30 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Collection
+import uuid
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import psutil
 
+from conformance import watch
 from conformance.answers import precision_of
 from conformance.channel import Channel, ChannelClosed, ChannelGarbled
 from conformance.devices import Devices, worker_environment
 from conformance.problem import DTYPES
 from conformance.target import TargetDescription, TargetError
+from conformance.watch import EXHAUSTS_MEMORY, Usage, Watch, usage_of
 
-# A worker that uses less than IDLE_CPU_SECONDS of CPU in IDLE_SECONDS waits for something that will not come.
-IDLE_SECONDS = 15.0
-IDLE_CPU_SECONDS = 0.3
-# A case takes a second or two of CPU, its compilation included; this is for a loop that never ends.
-BUSY_CPU_SECONDS = 600.0
-HANGS = ("hangs without using CPU", "computes without end")
 _POLL_SECONDS = 0.5
 _LOG_TAIL_BYTES = 4000
+# What a target prints of one case beyond this buries what it has to say, in its user's logs too.
+_MANY_PRINTED_BYTES = 1 << 20
+# What a target started for a moment may still be about to end when the case is answered.
+_GRACE_SECONDS = 2.0
+_MARK = "HALOCHECK_WORKER"
+"""An environment variable that everything has inherited which a worker started, whatever its process group."""
 
 
 @dataclass(frozen=True)
@@ -45,28 +49,6 @@ class WorkerLost:
     how: str
     phase: str
     log: str
-
-
-class Watch:
-    """Tells from the CPU time that a worker has used since its last message whether it still gets anywhere."""
-
-    def __init__(self, cpu_seconds: float) -> None:
-        self._started_at = self._used = cpu_seconds
-        self._idle_since = self._looked_at = time.monotonic()
-
-    def hangs(self, cpu_seconds: Callable[[], float]) -> str | None:
-        """One of HANGS once it is so. It looks at `cpu_seconds` now and then only: a look costs a millisecond."""
-        now = time.monotonic()
-        if now - self._looked_at < _POLL_SECONDS:
-            return None
-        self._looked_at, now_used = now, cpu_seconds()
-        if abs(now_used - self._used) > IDLE_CPU_SECONDS:  # it falls when a process that the worker started has ended
-            self._used, self._idle_since = now_used, now
-        if now - self._idle_since > IDLE_SECONDS:
-            return HANGS[0]
-        if now_used - self._started_at > BUSY_CPU_SECONDS:
-            return HANGS[1]
-        return None
 
 
 Reply = tuple[dict[str, Any], dict[str, np.ndarray]]
@@ -83,6 +65,8 @@ class Worker:
         """
         ours, theirs = socket.socketpair()
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  # lives as long as the worker
+        fcntl.fcntl(self._log, fcntl.F_SETFL, os.O_APPEND)  # so that it can be emptied while the worker writes
+        self._mark = uuid.uuid4().hex
         self._process = subprocess.Popen(
             # -P: a file of the working directory must not stand in for one of ours before the target is loaded.
             [sys.executable, "-P", "-m", "conformance.worker", str(theirs.fileno())],
@@ -90,11 +74,11 @@ class Worker:
             stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=subprocess.STDOUT,
-            env=worker_environment(devices, enable_x64),
+            env=worker_environment(devices, enable_x64) | {_MARK: self._mark},
             start_new_session=True,  # Ctrl-C is the parent's; and the whole group can be ended
         )
         theirs.close()
-        self._channel = Channel(ours, stalled_after=IDLE_SECONDS)
+        self._channel = Channel(ours, stalled_after=watch.IDLE_SECONDS)
         self._devices = devices
         self._closed = False
         try:
@@ -111,7 +95,8 @@ class Worker:
     def send(self, case_text: str, checks: Collection[str] = ()) -> None:
         """Starts a case for these checks; `wait` gives its reply."""
         self._phase = "starting"
-        self._watch = Watch(self._cpu_seconds())
+        os.ftruncate(self._log.fileno(), 0)
+        self._watch = Watch(self._usage())
         with contextlib.suppress(ChannelClosed):  # a worker that is gone shows in wait()
             self._channel.send({"do": "execute", "case": case_text, "checks": list(checks)})
 
@@ -127,24 +112,29 @@ class Worker:
             while self._has_message(seconds):
                 message, arrays = self._channel.receive()
                 if "result" in message:
-                    return message["result"], arrays
+                    return message["result"] | self._left_behind(), arrays
                 self._phase = message["phase"]
-                self._watch = Watch(self._cpu_seconds())
+                self._watch = Watch(self._usage())
         except ChannelClosed:
             return self._lost(self._how_it_ended())
         except ChannelGarbled:
             return self._lost("writes to the channel of the harness")
-        how = self._watch.hangs(self._cpu_seconds)
+        how = self._watch.lost(self._usage)
+        if how is None and self._process.poll() is not None and not self._has_message(0):
+            how = self._how_it_ended()  # though a process that it has forked holds the channel open
         return self._lost(how) if how else None
 
     def close(self) -> None:
-        """Ends the process and whatever it started."""
+        """Ends the process and whatever it started, in its process group or not."""
         if self._closed:
             return
         self._closed = True
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+        for process in self._started():
+            with contextlib.suppress(psutil.Error):
+                process.kill()
         self._channel.close()
         self._log.close()
 
@@ -158,7 +148,7 @@ class Worker:
         return self.description
 
     def _load(self, spec: str, devices: Devices) -> TargetDescription:
-        self._phase, self._watch = "loading the target", Watch(self._cpu_seconds())
+        self._phase, self._watch = "loading the target", Watch(self._usage())
         try:
             self._channel.send({"do": "load", "target": spec})
             how = self._wait_for_message()
@@ -182,25 +172,51 @@ class Worker:
         """None once a message or the end of the channel is there to read; else how the worker hangs."""
         how = None
         while how is None and not self._has_message(_POLL_SECONDS):
-            how = self._watch.hangs(self._cpu_seconds)
+            how = self._watch.lost(self._usage)
         return how
 
     def _has_message(self, seconds: float) -> bool:
         readable, _, _ = select.select([self._channel], [], [], seconds)
         return bool(readable)
 
-    def _cpu_seconds(self) -> float:
-        return cpu_seconds(self._process.pid)
+    def _usage(self) -> Usage:
+        return dataclasses.replace(usage_of(self._process.pid), printed_bytes=self._printed_bytes())
+
+    def _printed_bytes(self) -> int:
+        return os.fstat(self._log.fileno()).st_size
+
+    def _left_behind(self) -> dict[str, Any]:
+        """What is not as it should be once a case is answered, for the message: `printed_bytes`, `left_running`."""
+        left: dict[str, Any] = {}
+        if (printed := self._printed_bytes()) > _MANY_PRINTED_BYTES:
+            left["printed_bytes"] = printed
+        if started := self._started():
+            _, still_there = psutil.wait_procs(started, timeout=_GRACE_SECONDS)
+            if running := [process for process in still_there if _runs(process)]:
+                left["left_running"] = [_command_line(process) for process in running]
+        return left
+
+    def _started(self) -> list[psutil.Process]:
+        """Every other process that has this worker's mark."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error, OSError):
+                if process.pid != self._process.pid and process.environ().get(_MARK) == self._mark:
+                    found.append(process)
+        return found
 
     def _how_it_ended(self) -> str:
         try:
-            code = self._process.wait(timeout=IDLE_SECONDS)
+            code = self._process.wait(timeout=watch.IDLE_SECONDS)
         except subprocess.TimeoutExpired:
             return "closed its channel"
         return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
 
     def _lost(self, how: str) -> WorkerLost:
-        lost = WorkerLost(how, self._phase, self._tail())
+        log = self._tail()
+        if how == EXHAUSTS_MEMORY:
+            log = f"a worker may hold {watch.memory_limit() / 2**30:.1f} GiB on this machine\n{log}".rstrip()
+        lost = WorkerLost(how, self._phase, log)
         self.close()
         return lost
 
@@ -208,6 +224,18 @@ class Worker:
         size = self._log.seek(0, os.SEEK_END)
         self._log.seek(max(0, size - _LOG_TAIL_BYTES))
         return self._log.read().decode(errors="replace").strip()
+
+
+def _runs(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def _command_line(process: psutil.Process) -> str:
+    with contextlib.suppress(psutil.Error):
+        return " ".join(process.cmdline())[:200]
+    return "a process that has ended since"
 
 
 def _checked(description: TargetDescription) -> TargetDescription:
@@ -218,15 +246,3 @@ def _checked(description: TargetDescription) -> TargetDescription:
     except (TypeError, ValueError) as error:
         raise TargetError(f"{description.spec}: {error}") from error
     return description
-
-
-def cpu_seconds(pid: int) -> float:
-    """CPU time of a process and of every process it started."""
-    total = 0.0
-    with contextlib.suppress(psutil.Error):
-        process = psutil.Process(pid)
-        for member in (process, *process.children(recursive=True)):
-            with contextlib.suppress(psutil.Error):
-                times = member.cpu_times()
-                total += times.user + times.system
-    return total

@@ -22,10 +22,10 @@ from conformance.finding import Finding
 from conformance.known_issues import KnownIssue, issues_of
 from conformance.lanes import Lane, next_judged
 from conformance.problem import Case
-from conformance.process import HANGS
 from conformance.session import FINDING, MAX_WORKERS_LOST, CaseResult, Session
 from conformance.shrink import case_size, shrink
 from conformance.target import TargetDescription
+from conformance.watch import WITHOUT_END
 
 SHRINK_EXECUTIONS = 40
 
@@ -89,14 +89,18 @@ class Run:
 Progress = Callable[[str], None]
 
 
-def run(plan: Plan, progress: Progress) -> Run:
+def run(plan: Plan, progress: Progress, state: Run | None = None) -> Run:
     """Runs the plan. An interrupt (Ctrl-C) ends it early with what was found so far.
+
+    `state`, an empty `Run(plan)`, is filled while it runs and returned: for who needs what was found by then, at each
+    line of progress and if it does not return.
 
     Raises:
         TargetError: a target does not load; nothing has run then.
+        HarnessError: the harness failed on a case.
     """
     started_at = time.monotonic()
-    state = Run(plan)
+    state = Run(plan) if state is None else state
     sessions: list[Session] = []
     try:
         for spec in plan.targets:
@@ -213,7 +217,7 @@ def _counts(state: Run) -> str:
 
 def _shrink_findings(state: Run, sessions: Sequence[Session], progress: Progress) -> None:
     for target, session in zip(state.targets, sessions, strict=True):
-        findings = [finding for finding in target.smallest.values() if not finding.signature.startswith(HANGS)]
+        findings = [finding for finding in target.smallest.values() if not finding.signature.startswith(WITHOUT_END)]
         if not findings:
             continue
         progress(f"{target.description.name}: looking for the smallest case of {len(findings)} kinds of finding")

@@ -15,8 +15,8 @@ import numpy as np
 
 from conformance.case_text import format_case
 from conformance.checks import CHECKS
+from conformance.checks.contract import SPOILS_PROCESS, lost, meddling
 from conformance.checks.contract import TENSOR as CALL
-from conformance.checks.contract import lost
 from conformance.checks.outcome import Detail
 from conformance.devices import Devices
 from conformance.evidence import Evidence
@@ -189,8 +189,11 @@ class Session:
         message, arrays = reply
         if "harness_failed" in message:
             raise HarnessError(f"the worker failed on {format_case(case)}\n{message['harness_failed']}")
+        if message.keys() & SPOILS_PROCESS:
+            self._workers.pop(_needs_x64(case)).close()  # the next case must not find what this one has left
         if "declined" in message:
-            return CaseResult(case, DECLINED, reason=message["declined"])
+            meddled = meddling(self.description.name, format_case(case), message)
+            return CaseResult(case, FINDING if meddled else DECLINED, meddled, reason=message["declined"])
         evidence = Evidence(self.description, case, message, arrays, variants_of(case, self._asked(case)))
         self.evidence = evidence
         _require_complete(evidence)

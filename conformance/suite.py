@@ -19,10 +19,10 @@ from conformance.devices import Devices
 from conformance.finding import Finding
 from conformance.known_issues import BUNDLED, issues_of, load_known_issues
 from conformance.problem import Case
-from conformance.process import HANGS
 from conformance.runner import SHRINK_EXECUTIONS
 from conformance.session import DECLINED, INCONCLUSIVE, CaseResult, Session
 from conformance.shrink import case_size, shrink
+from conformance.watch import WITHOUT_END
 
 EVERYTHING = "everything"
 """The area of the one question that is about no area: that the target does not decline every case."""
@@ -123,7 +123,7 @@ class Suite:
         return "\n\n".join([f"{check}: {len(smallest)} kinds of finding in {cases} cases", *told])
 
     def _shrunk(self, target: str, finding: Finding) -> Finding:
-        if finding.signature.startswith(HANGS):
+        if finding.signature.startswith(WITHOUT_END):
             return finding
         session, found = self._session(target), [finding]
 

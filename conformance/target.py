@@ -52,6 +52,8 @@ class TargetDescription:
     exact: bool = False
     halo_row_multiple: int = 1
     residual_names: tuple[str, ...] = ()
+    changed_on_import: tuple[str, ...] = ()
+    """What importing it changed of JAX's options and environment; it has been put back."""
 
 
 @dataclass(frozen=True)

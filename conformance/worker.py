@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import os
+import signal
 import socket
 import sys
 import threading
@@ -35,15 +36,16 @@ def main() -> None:
 
 
 def _end_with_parent(parent: int) -> None:
-    """A parent that was killed cannot end a worker whose target hangs."""
+    """A parent that was killed cannot end a worker whose target hangs, nor what that has started."""
     while os.getppid() == parent:
         time.sleep(1)
-    os._exit(1)
+    os.killpg(0, signal.SIGKILL)  # the parent has made it a group of its own
 
 
 def _serve(channel: Channel) -> None:
     from conformance.case_text import parse_case
     from conformance.execution import execute  # imports JAX: only here, once the environment is known to be ours
+    from conformance.global_state import changes, global_state
 
     # Tracing allocates much and frees little: looking for cycles at Python's pace is a tenth of a case's time.
     gc.freeze()
@@ -59,7 +61,10 @@ def _serve(channel: Channel) -> None:
         assert target is not None, "a case was sent before a target was loaded"
         try:
             case, checks = parse_case(request["case"]), request["checks"]
+            before = global_state()
             message, arrays = execute(target, case, lambda phase: channel.send({"phase": phase}), checks)
+            if changed := changes(before, global_state()):
+                message = {**message, "changed": changed}
         except ChannelClosed:
             raise
         except Exception:  # noqa: BLE001  # execute answers for whatever the target raises: this is a fault of ours
@@ -75,12 +80,22 @@ def _serve(channel: Channel) -> None:
 def _load(spec: str) -> tuple[Target | None, dict[str, Any]]:
     import jax
 
+    from conformance.global_state import changes, global_state, put_back
+
+    before = global_state()
     try:
         target = load_target(spec)
         jax.clear_caches()  # what was traced for another target is not this one's
     except TargetError as error:
         return None, {"load_error": error.report}
-    return target, {"description": dataclasses.asdict(target.description), "num_devices": jax.device_count()}
+    changed = changes(before, global_state())
+    put_back(
+        before
+    )  # before JAX looks for devices: what is under test is the target, on the machine that was asked for
+    if left := changes(before, global_state()):
+        return None, {"load_error": f"{spec}: importing it changes {'; '.join(left)}, which cannot be put back"}
+    description = dataclasses.replace(target.description, changed_on_import=tuple(changed))
+    return target, {"description": dataclasses.asdict(description), "num_devices": jax.device_count()}
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Does the target keep its contract: it answers, with gradients, in the right shape, dtype and place?
+"""Does the target keep its contract: it answers, with gradients, in the right shape, dtype and place, and does no more?
 
 May touch: evidence, findings. Tests: tests/conformance/test_checks_contract.py.
 """
@@ -6,6 +6,7 @@ May touch: evidence, findings. Tests: tests/conformance/test_checks_contract.py.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from conformance.checks.outcome import Outcome
 from conformance.evidence import Evidence
@@ -13,6 +14,8 @@ from conformance.finding import Finding
 from conformance.process import WorkerLost
 
 TENSOR = "call"
+SPOILS_PROCESS = {"changed", "left_running"}
+"""Keys of a message that tell of something left in the process: what runs there next would be judged in its shadow."""
 
 
 def check(evidence: Evidence) -> Outcome:
@@ -30,12 +33,33 @@ def check(evidence: Evidence) -> Outcome:
     for tensor, difference in _by_tensor(message.get("diverged", {})).items():
         reading = f"{tensor} is replicated, and its copies differ: {difference}"
         findings.append(_finding(evidence, f"copies of {tensor} differ", reading))
+    findings += meddling(evidence.target.name, evidence.case_text, message)
     return Outcome({TENSOR: 0.0}, tuple(findings))
 
 
 def _by_tensor(said: Mapping[str, str]) -> dict[str, str]:
     """One remark a tensor, whichever call and draw it came from."""
     return {name.partition("/")[2].removesuffix(" of vjp"): words for name, words in said.items()}
+
+
+def meddling(target_name: str, case_text: str, message: Mapping[str, Any]) -> tuple[Finding, ...]:
+    """Findings for what the target did to its process besides answering, or declining, the case."""
+    found: list[tuple[str, str, dict[str, str]]] = []
+    for change in message.get("changed", ()):
+        name, _, values = change.partition(" from ")
+        before, _, after = values.partition(" to ")
+        found.append(
+            (f"changes {name}", f"changes {change}, for the whole process", {"expected": before, "got": after})
+        )
+    if running := message.get("left_running"):
+        told = f"leaves {len(running)} processes running: {'; '.join(running[:3])}"
+        found.append(("leaves processes running", told, {"expected": "no process", "got": running[0]}))
+    if printed := message.get("printed_bytes"):
+        found.append(("prints megabytes", f"prints {printed / 2**20:.1f} MiB while it answers this case", {}))
+    return tuple(
+        Finding(target_name, "contract", TENSOR, signature, case_text, f"the target {reading}", **values)  # type: ignore[arg-type]  # expected and got
+        for signature, reading, values in found
+    )
 
 
 def lost(target_name: str, case_text: str, how: WorkerLost) -> Finding:

@@ -26,10 +26,11 @@ from conformance.checks.contract import lost
 from conformance.devices import Devices, worker_environment
 from conformance.finding import Finding
 from conformance.problem import Case
-from conformance.process import Watch, WorkerLost, cpu_seconds
+from conformance.process import WorkerLost
 from conformance.runner import Plan, Run, TargetRun
 from conformance.session import CONFORMS, DECLINED, FINDING, INCONCLUSIVE, CaseResult
 from conformance.target import TargetDescription, TargetError
+from conformance.watch import Usage, Watch, usage_of
 
 _POLL_SECONDS = 0.2
 # What the others do once one is gone is no news; they are given this long to end by themselves.
@@ -49,14 +50,14 @@ class HostsRun:
 CHECKS_OF_HOSTS = ("contract", "output", "residuals", "gradients")
 
 
-def run_plan_on_hosts(plan: Plan, num_hosts: int, progress: Callable[[str], None]) -> Run:
+def run_plan_on_hosts(plan: Plan, num_hosts: int, progress: Callable[[str], None], state: Run | None = None) -> Run:
     """Runs a plan's cases, every target in its turn, as `runner.run` does on one host; nothing is shrunk.
 
     Raises:
         TargetError: a target does not load.
     """
     started_at = time.monotonic()
-    state = Run(plan)
+    state = Run(plan) if state is None else state
     devices = Devices(plan.devices.platform, plan.devices.count // num_hosts)
     try:
         for spec in plan.targets:
@@ -122,20 +123,20 @@ class _Hosts:
 
     def wait(self, progress: Callable[[str], None]) -> tuple[int, WorkerLost] | None:
         """The first process that was lost, and how; None if all came to their end."""
-        watches = [Watch(0.0) for _ in self._processes]
+        watches = [Watch(Usage(0.0)) for _ in self._processes]
         written = [0] * self.num_hosts
         while True:
             for number, process in enumerate(self._processes):
                 lines = len(self.messages(number))
                 if lines > written[number]:
-                    written[number], watches[number] = lines, Watch(cpu_seconds(process.pid))
+                    written[number], watches[number] = lines, Watch(usage_of(process.pid))
                     begun = [said["begins"] for said in self.messages(number)[-2:] if "begins" in said]
                     if number == 0 and begun:
                         progress(f"running {begun[-1]}")
                 code = process.poll()
                 if code not in (None, 0):
                     return number, WorkerLost(_ended(code), self._phase(number), self._tail(number))
-                how = None if code == 0 else watches[number].hangs(lambda pid=process.pid: cpu_seconds(pid))
+                how = None if code == 0 else watches[number].lost(lambda pid=process.pid: usage_of(pid))
                 if how:
                     return number, WorkerLost(how, self._phase(number), self._tail(number))
             if all(process.poll() == 0 for process in self._processes):

@@ -139,6 +139,11 @@ def _limits(target: TargetRun, run: Run, counts: dict[str, int]) -> list[str]:
         limits.append("dsinks is not compared over several hosts")
     if target.stopped:
         limits.append(f"stopped early: {target.stopped}")
+    if of.changed_on_import:
+        limits.append(
+            f"importing it changes {'; '.join(of.changed_on_import)}: put back before its cases ran; what it needs "
+            "must be set in the environment of halocheck"
+        )
     if of.precision:
         declared = ", ".join(f"{name}={value}" for name, value in of.precision.items())
         limits.append(f"allowances are for the numerics it declares: {declared}")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,13 +14,14 @@ from typing import Any
 
 import pytest
 
-from conformance import cli
+from conformance import cli, telling
 from conformance.case_list import case_list, list_hash
 from conformance.case_text import parse_case
 from conformance.checks import CHECKS
 from conformance.devices import Devices
+from conformance.finding import Finding
 from conformance.runner import Plan, Run, TargetRun
-from conformance.session import CONFORMS, CaseResult, HarnessError
+from conformance.session import CONFORMS, FINDING, CaseResult, HarnessError
 from conformance.target import TargetDescription, TargetError
 
 _list = functools.cache(case_list)
@@ -39,12 +42,13 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
     """The plans that commands would run; every case of them conforms."""
     seen: list[Plan] = []
 
-    def conform(plan: Plan, progress: Callable[[str], None]) -> Run:
+    def conform(plan: Plan, progress: Callable[[str], None], state: Run) -> Run:
         seen.append(plan)
         progress("progress \x1b[31m")
         results = [CaseResult(case, CONFORMS, shares=_SHARES) for case in plan.cases]
         targets = [TargetRun(TargetDescription(spec, spec), list(results)) for spec in plan.targets]
-        return Run(plan, targets)
+        state.targets = targets
+        return state
 
     monkeypatch.setattr(cli, "run", conform)
     monkeypatch.setattr(cli, "case_list", _list)
@@ -140,7 +144,7 @@ def test_words_that_cannot_be_carried_out_are_named_and_nothing_runs(
 def test_a_target_that_does_not_load_shows_its_own_traceback(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(plan: Plan, progress: Any) -> Run:
+    def fail(plan: Plan, progress: Any, state: Run) -> Run:
         raise TargetError("Traceback (most recent call last):\n  my_adapter.py\nImportError: no kernel")
 
     monkeypatch.setattr(cli, "run", fail)
@@ -154,7 +158,7 @@ def test_a_target_that_does_not_load_shows_its_own_traceback(
 def test_a_failure_of_the_harness_has_its_own_status_and_blames_nobody(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception
 ) -> None:
-    def fail(plan: Plan, progress: Any) -> Run:
+    def fail(plan: Plan, progress: Any, state: Run) -> Run:
         raise error
 
     monkeypatch.setattr(cli, "run", fail)
@@ -173,6 +177,64 @@ def test_an_interrupt_outside_of_the_run_has_the_status_of_one_and_no_traceback(
     monkeypatch.setattr(cli, "case_list", interrupt)
     assert _exit_status("run") == 130, "Ctrl-C while the cases are drawn"
     assert capsys.readouterr().err == "halocheck: interrupted\n", "a word is enough"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_the_run_with_what_was_found_and_a_second_one_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    finding: Callable[..., Finding],
+    number: signal.Signals,
+) -> None:
+    def found_and_ended(plan: Plan, progress: Any, state: Run) -> Run:
+        state.targets.append(_with_finding(plan, finding()))
+        try:
+            os.kill(os.getpid(), number)
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return state
+
+    heard_before = [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+    monkeypatch.setattr(cli, "run", found_and_ended)
+    assert _exit_status("replay", "v=1 seq_len=8", "a:b", "--report", str(tmp_path)) == 130, "interrupted"
+    assert "FINDING" in capsys.readouterr().out, "what was found is told"
+    content = json.loads((tmp_path / "report.json").read_text())
+    assert (content["interrupted"], len(content["targets"][0]["findings"])) == (True, 1), "and written"
+    assert [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == heard_before
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (HarnessError("outputs are not the ones owed"), "outputs are not the ones owed"),
+        (OSError(28, "No space left on device"), "the run could not go on: [Errno 28] No space left on device"),
+    ],
+)
+def test_a_run_that_fails_tells_and_writes_what_it_had_found(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    finding: Callable[..., Finding],
+    error: Exception,
+    words: str,
+) -> None:
+    def found_and_failed(plan: Plan, progress: Any, state: Run) -> Run:
+        state.targets.append(_with_finding(plan, finding()))
+        raise error
+
+    monkeypatch.setattr(cli, "run", found_and_failed)
+    assert _exit_status("replay", "v=1 seq_len=8", "a:b", "--report", str(tmp_path)) == 3, "the harness failed"
+    shown = capsys.readouterr()
+    assert "FINDING" in shown.out, "what was found before is told"
+    assert words in shown.err, "and what went wrong"
+    content = json.loads((tmp_path / "report.json").read_text())
+    assert (content["interrupted"], len(content["targets"][0]["findings"])) == (True, 1), "and written, as unfinished"
+
+
+def _with_finding(plan: Plan, found: Finding) -> TargetRun:
+    result = CaseResult(plan.cases[0], FINDING, (found,))
+    return TargetRun(TargetDescription("a:b", "b"), [result], {found.id: found})
 
 
 def test_the_report_is_written_and_named(plans: list[Plan], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -201,7 +263,7 @@ def test_a_report_that_fails_in_the_end_is_a_failure_and_the_verdict_is_printed_
     def disk_full(*arguments: Any) -> Path:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(cli, "write_report", disk_full)
+    monkeypatch.setattr(telling, "write_report", disk_full)
     assert _exit_status("replay", "v=1 seq_len=8", "a:b", "--report", str(tmp_path)) == 3, "CI would look in vain"
     shown = capsys.readouterr()
     assert "No space left on device" in shown.err, "why"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from conformance import cli, process
+from conformance import cli, watch
 from conformance.case_text import format_case, parse_case
 from conformance.devices import Devices
 from conformance.hosts import launch
@@ -59,9 +59,9 @@ def test_a_host_that_aborts_ends_the_run_with_a_finding(adapter: Spec) -> None:
 def test_a_host_that_waits_for_nothing_ends_the_run_with_a_finding(
     adapter: Spec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process, "IDLE_SECONDS", 8.0)
+    monkeypatch.setattr(watch, "IDLE_SECONDS", 8.0)
     (result,) = _run(adapter("hosts:sleeps_on_the_second"), _CONTEXT).results
-    assert result.findings[0].signature == f"{process.HANGS[0]} while running a case", "no CPU is used"
+    assert result.findings[0].signature == f"{watch.HANGS[0]} while running a case", "no CPU is used"
 
 
 def test_what_one_host_declines_and_another_answers_is_no_verdict() -> None:

@@ -15,19 +15,20 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
-from conformance import cli, process
+from conformance import cli, watch
 from conformance.case_text import format_case, parse_case
 from conformance.checks import CHECKS
 from conformance.devices import Devices
 from conformance.finding import Finding
 from conformance.problem import Case
-from conformance.process import HANGS
 from conformance.report.json_report import write_report
 from conformance.report.terminal import replay_command
 from conformance.report.verdict import TargetVerdict, exit_status, verdict_of
 from conformance.runner import Plan, Run, run
+from conformance.watch import HANGS
 
 Cases = Callable[..., tuple[Case, ...]]
 Spec = Callable[[str], str]
@@ -156,8 +157,8 @@ def test_the_forward_of_a_target_without_gradients_is_still_compared(adapter: Sp
 def test_a_deadlock_is_a_hang_and_the_run_goes_on(
     adapter: Spec, small_cases: Cases, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process, "IDLE_SECONDS", 5.0)
-    monkeypatch.setattr(process, "IDLE_CPU_SECONDS", 0.1)  # what a busy machine leaves the right target in that time
+    monkeypatch.setattr(watch, "IDLE_SECONDS", 5.0)
+    monkeypatch.setattr(watch, "IDLE_CPU_SECONDS", 0.1)  # what a busy machine leaves the right target in that time
     (case,) = small_cases(1, lambda case: _is_plain(case) and case.problem.value_dim == case.problem.head_dim)
     state = _run((adapter("misbehaving:deadlocks"), adapter("gathered:right")), (case,), shrink=True)
     assert _signatures(state) == {f"{HANGS[0]} while running draw 0"}, "seen twice, in fresh processes"
@@ -255,6 +256,27 @@ def test_ctrl_c_prints_and_writes_what_was_found(adapter: Spec, tmp_path: Path) 
     assert (content["interrupted"], content["exit_status"]) == (True, 130), "the report says so too"
     assert "out" in {found["tensor"] for found in content["targets"][0]["findings"]}, "with the finding"
     assert content["targets"][0]["counts"]["not tried"] > 0, "and how much is missing"
+
+
+def test_a_killed_run_leaves_a_whole_report_of_what_it_had_found_and_no_process(adapter: Spec, tmp_path: Path) -> None:
+    spec = adapter("wrong:one_key_too_many")
+    command = [sys.executable, "-m", "conformance.cli", "run", spec, "--mesh", "cpu:2", "--report", str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as running:
+        assert running.stdout is not None
+        seen = False
+        for line in running.stdout:
+            if seen:  # the report is written after the line, and before the next one
+                break
+            seen = "one_key_too_many: out exceeds its allowance" in line
+        workers = psutil.Process(running.pid).children()
+        running.kill()
+    content = json.loads((tmp_path / "report.json").read_text())
+    assert (content["interrupted"], content["exit_status"]) == (True, 130), "it did not come to its end"
+    assert "out" in {found["tensor"] for found in content["targets"][0]["findings"]}, "what it had found by then"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["matrix.md", "report.json"], "nothing half-written"
+    assert workers, "it had a worker"
+    _, alive = psutil.wait_procs(workers, timeout=30)
+    assert alive == [], "which has ended by itself"
 
 
 def test_the_same_run_twice_gives_the_same_report_apart_from_times(

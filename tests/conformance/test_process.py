@@ -13,10 +13,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from conformance import process
+from conformance import watch
 from conformance.devices import Devices
-from conformance.process import HANGS, Worker, WorkerLost
+from conformance.process import Worker, WorkerLost
 from conformance.target import TargetError
+from conformance.watch import HANGS, Usage
 
 _CASE = "v=1 seq_len=2 num_query_heads=1 head_dim=1 context_parallelism=1"
 _ONE = Devices("cpu", 1)
@@ -88,8 +89,8 @@ def test_an_orderly_exit_is_told_by_its_status(start: Start) -> None:
 
 def test_a_target_that_waits_for_nothing_hangs(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     worker = start("sleeps")
-    monkeypatch.setattr(process, "IDLE_SECONDS", 3.0)
-    monkeypatch.setattr(process, "IDLE_CPU_SECONDS", 0.05)  # a busy machine leaves a worker that works more than that
+    monkeypatch.setattr(watch, "IDLE_SECONDS", 3.0)
+    monkeypatch.setattr(watch, "IDLE_CPU_SECONDS", 0.05)  # a busy machine leaves a worker that works more than that
     lost = _lost(worker)
     assert (lost.how, lost.phase) == (HANGS[0], "tracing and compiling"), "no CPU is used"
     assert not psutil.pid_exists(_pid(worker)), "the process has been ended"
@@ -97,7 +98,7 @@ def test_a_target_that_waits_for_nothing_hangs(start: Start, monkeypatch: pytest
 
 def test_a_target_that_computes_without_end_is_not_waited_for(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     worker = start("spins")
-    monkeypatch.setattr(process, "BUSY_CPU_SECONDS", 1.0)
+    monkeypatch.setattr(watch, "BUSY_CPU_SECONDS", 1.0)
     assert _lost(worker).how == HANGS[1], "more CPU than any case takes"
 
 
@@ -105,8 +106,8 @@ def test_a_target_that_waits_for_a_process_of_its_own_does_not_hang(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = start("waits_for_child")
-    monkeypatch.setattr(process, "IDLE_CPU_SECONDS", 0.02)
-    monkeypatch.setattr(process, "IDLE_SECONDS", 2.0)
+    monkeypatch.setattr(watch, "IDLE_CPU_SECONDS", 0.02)
+    monkeypatch.setattr(watch, "IDLE_SECONDS", 2.0)
     assert not isinstance(worker.run(_CASE), WorkerLost), "3 seconds of CPU of its process count as its own"
 
 
@@ -115,15 +116,15 @@ def test_cpu_time_that_falls_because_a_process_has_ended_is_not_idleness(
 ) -> None:
     worker = start("naps")
     falling = itertools.count(1000.0, -1.0)
-    monkeypatch.setattr(Worker, "_cpu_seconds", lambda self: next(falling))
-    monkeypatch.setattr(process, "IDLE_SECONDS", 1.0)
+    monkeypatch.setattr(Worker, "_usage", lambda self: Usage(next(falling)))
+    monkeypatch.setattr(watch, "IDLE_SECONDS", 1.0)
     assert not isinstance(worker.run(_CASE), WorkerLost), "something has happened all the time"
 
 
 def test_writing_to_the_harness_channel_loses_the_worker_and_not_the_run(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process, "IDLE_SECONDS", 5.0)
+    monkeypatch.setattr(watch, "IDLE_SECONDS", 5.0)
     assert _lost(start("writes_to_channel")).how == "writes to the channel of the harness", "no message, no belief"
 
 
@@ -148,10 +149,23 @@ def test_a_worker_has_the_devices_asked_for_whatever_the_environment_says(
 
 def test_a_target_that_takes_devices_away_does_not_load(tmp_path: Path) -> None:
     (tmp_path / "few.py").write_text(
-        "import jax\njax.config.update('jax_num_cpu_devices', 2)\ndef attention(query, *_, **__): return query\n"
+        "import jax\njax.config.update('jax_num_cpu_devices', 2)\njax.devices()\n"
+        "def attention(query, *_, **__): return query\n"
     )
-    with pytest.raises(TargetError, match=r"few\.py:attention: importing it leaves JAX with 2 devices of the 3"):
+    told = r"few\.py:attention: importing it changes jax_num_cpu_devices from -1 to 2, which cannot be put back"
+    with pytest.raises(TargetError, match=told):
         Worker(f"{tmp_path}/few.py:attention", Devices("cpu", 3))
+
+
+def test_what_an_import_changes_is_put_back_and_said(tmp_path: Path) -> None:
+    (tmp_path / "boilerplate.py").write_text(
+        "import os\nos.environ['XLA_FLAGS'] = '--xla_force_host_platform_device_count=2'\nimport jax\n"
+        "jax.config.update('jax_enable_x64', True)\ndef attention(query, *_, **__): return query\n"
+    )
+    worker = Worker(f"{tmp_path}/boilerplate.py:attention", Devices("cpu", 3))  # three: the flag has had no effect
+    worker.close()
+    names = [change.partition(" ")[0] for change in worker.description.changed_on_import]
+    assert names == ["XLA_FLAGS", "jax_enable_x64"], "for the verdict to say"
 
 
 def test_a_target_that_does_not_import_shows_its_own_traceback(tmp_path: Path) -> None:

@@ -161,6 +161,12 @@ def test_declared_numerics_are_printed_with_the_verdict() -> None:
     ), "a wider allowance is no secret"
 
 
+def test_what_an_import_changed_and_was_put_back_is_said() -> None:
+    run = _run(_passed(_PLAIN), changed_on_import=("XLA_FLAGS from unset to --a",))
+    assert "importing it changes XLA_FLAGS from unset to --a: put back" in _remarks(run), "the verdict is without it"
+    assert _status(run)[0] == CONFORMS, "an adapter may be a script"
+
+
 def test_checks_that_were_not_asked_for_are_named() -> None:
     run = _run(_passed(_PLAIN), check_names=("contract", "output"))
     assert "not asked for: residuals, gradients" in _remarks(run), "the verdict covers less"

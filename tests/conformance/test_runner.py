@@ -14,10 +14,10 @@ from conformance.devices import Devices
 from conformance.finding import Finding
 from conformance.known_issues import KnownIssue
 from conformance.problem import Case
-from conformance.process import HANGS
 from conformance.runner import SHRINK_EXECUTIONS, Plan, Run, run
 from conformance.session import CONFORMS, FINDING, MAX_WORKERS_LOST, CaseResult
 from conformance.target import TargetDescription, TargetError
+from conformance.watch import HANGS
 
 Behaviour = Callable[[Case, "_Session"], CaseResult]
 
