@@ -15,9 +15,10 @@ from conformance.traced import inner_jaxprs, is_transparent, is_variable
 
 State = frozenset[str]
 # What is known of a value: it depends on an input; on a cotangent; it is a cotangent that was rounded to fewer bits, or
-# that travelled so; moved and perhaps widened since, but not yet computed with.
+# that travelled so; moved and perhaps widened since, but not yet computed with. And which narrow sums it is made of.
 _NOTHING: State = frozenset()
 _INPUT, _COTANGENT, _ROUNDED, _TRAVELLED = "input", "cotangent", "rounded", "travelled"
+_SUM = "sum: "
 _NOT_COMPUTED_WITH = {_ROUNDED, _TRAVELLED}
 
 _SUMS_OVER_RANKS = ("psum", "psum_invariant", "reduce_scatter", "unreduced_psum", "unreduced_reduce_scatter")
@@ -52,48 +53,48 @@ _MANTISSA_BITS_OF_FLOAT32 = 23
 _NARROW = ("bfloat16", "float16", "float8")
 
 
-def narrow_sums(program: Any, cotangents: Sequence[bool]) -> list[str]:
-    """The sums across ranks in fewer bits than float32 that depend on a cotangent, as "psum of bfloat16".
+def narrow_sums(program: Any, cotangents: Sequence[bool]) -> list[list[str]]:
+    """For each output of a closed jaxpr, the sums across ranks in fewer bits than float32 that it is made of.
 
-    `cotangents` says which inputs of the closed jaxpr are cotangents.
+    Those of something that depends on a cotangent, as "psum of bfloat16"; `cotangents` says which inputs are.
     """
-    found: set[str] = set()
     states = [frozenset({_INPUT, _COTANGENT}) if is_one else frozenset({_INPUT}) for is_one in cotangents]
-    _flow(program.jaxpr, states, found)
-    return sorted(found)
+    outputs = _flow(program.jaxpr, states)
+    return [sorted(fact.removeprefix(_SUM) for fact in state if fact.startswith(_SUM)) for state in outputs]
 
 
-def _flow(jaxpr: Any, states: Sequence[State], found: set[str]) -> list[State]:
+def _flow(jaxpr: Any, states: Sequence[State]) -> list[State]:
     """The states of the jaxpr's outputs, from those of its inputs."""
     known = dict(zip(jaxpr.invars, states, strict=True))
     for equation in jaxpr.eqns:
         inputs = [known.get(var, _NOTHING) if is_variable(var) else _NOTHING for var in equation.invars]
-        known.update(zip(equation.outvars, _after(equation, inputs, found), strict=True))
+        known.update(zip(equation.outvars, _after(equation, inputs), strict=True))
     return [known.get(var, _NOTHING) if is_variable(var) else _NOTHING for var in jaxpr.outvars]
 
 
-def _after(equation: Any, inputs: list[State], found: set[str]) -> list[State]:
+def _after(equation: Any, inputs: list[State]) -> list[State]:
     """The states of an equation's outputs."""
     name = equation.primitive.name
     if is_transparent(equation):
         ((inner, _),) = inner_jaxprs(equation)
-        return _flow(inner, inputs, found)
+        return _flow(inner, inputs)
     if name == "scan":
-        return _after_scan(equation, inputs, found)
+        return _after_scan(equation, inputs)
     if name == "while":
-        return _after_while(equation, inputs, found)
+        return _after_while(equation, inputs)
     if name == "cond":
-        branches = [_flow(inner, inputs[1:], found) for inner, _ in inner_jaxprs(equation)]
+        branches = [_flow(inner, inputs[1:]) for inner, _ in inner_jaxprs(equation)]
         return [frozenset().union(*outputs) for outputs in zip(*branches, strict=True)]
     together: State = frozenset().union(*inputs)
     dtypes = [str(var.aval.dtype) for var in equation.invars if hasattr(var.aval, "dtype")]
     narrow = next((dtype for dtype in dtypes if dtype.startswith(_NARROW)), None)
+    sums: State = frozenset()
     if name in _SUMS_OVER_RANKS and narrow and _COTANGENT in together:
-        found.add(f"{name} of {narrow}")
+        sums |= {f"{_SUM}{name} of {narrow}"}
     if name in _SUMS_OVER_RANKS and _ROUNDED in together and not narrow:
-        found.add(f"{name} of what was rounded")
+        sums |= {f"{_SUM}{name} of what was rounded"}
     if name in _ADDS and _TRAVELLED in together:
-        found.add("adding what arrived narrow")
+        sums |= {f"{_SUM}adding what arrived narrow"}
     keeps = name in (*_MOVES, *_TRAVELS) and not (name == "mul" and all(_INPUT in state for state in inputs))
     if not keeps:
         together -= _NOT_COMPUTED_WITH
@@ -102,8 +103,8 @@ def _after(equation: Any, inputs: list[State], found: set[str]) -> list[State]:
     if name in _TRAVELS and _COTANGENT in together and (narrow or _ROUNDED in together):
         together |= {_TRAVELLED}
     if len(inputs) == len(equation.outvars) > 1:  # a barrier, or several arrays at once: each goes its own way
-        return [state & together if keeps else state - _NOT_COMPUTED_WITH for state in inputs]
-    return [together] * len(equation.outvars)
+        return [(state & together if keeps else state - _NOT_COMPUTED_WITH) | sums for state in inputs]
+    return [together | sums] * len(equation.outvars)
 
 
 def _rounds(equation: Any) -> bool:
@@ -113,14 +114,14 @@ def _rounds(equation: Any) -> bool:
     return equation.primitive.name == "convert_element_type" and str(equation.outvars[0].aval.dtype).startswith(_NARROW)
 
 
-def _after_scan(equation: Any, inputs: list[State], found: set[str]) -> list[State]:
+def _after_scan(equation: Any, inputs: list[State]) -> list[State]:
     ((inner, _),) = inner_jaxprs(equation)
     # Inputs are constants, carry, and what is scanned over; outputs are carry and what is stacked. The parameters that
     # say how many of each are not the same in every JAX; that a turn sees one dimension less is.
     scanned = _with_another_rank(equation.invars, inner.invars)
     carried = len(equation.outvars) - _with_another_rank(equation.outvars, inner.outvars)
     last = len(inputs) - scanned
-    return _settled(inner, inputs, slice(last - carried, last), found)
+    return _settled(inner, inputs, slice(last - carried, last))
 
 
 def _with_another_rank(outside: Sequence[Any], inside: Sequence[Any]) -> int:
@@ -128,17 +129,17 @@ def _with_another_rank(outside: Sequence[Any], inside: Sequence[Any]) -> int:
     return sum(len(getattr(one.aval, "shape", ())) != len(getattr(other.aval, "shape", ())) for one, other in pairs)
 
 
-def _after_while(equation: Any, inputs: list[State], found: set[str]) -> list[State]:
+def _after_while(equation: Any, inputs: list[State]) -> list[State]:
     skipped = equation.params["cond_nconsts"]
     first = equation.params["body_nconsts"]
-    return _settled(equation.params["body_jaxpr"].jaxpr, inputs[skipped:], slice(first, None), found)
+    return _settled(equation.params["body_jaxpr"].jaxpr, inputs[skipped:], slice(first, None))
 
 
-def _settled(inner: Any, inputs: list[State], carry: slice, found: set[str]) -> list[State]:
+def _settled(inner: Any, inputs: list[State], carry: slice) -> list[State]:
     """The outputs of a loop's body once another turn adds nothing to the states of what it carries."""
     states = list(inputs)
     while True:
-        outputs = _flow(inner, states, found)
+        outputs = _flow(inner, states)
         carried = [old | new for old, new in zip(states[carry], outputs, strict=False)]
         if carried == states[carry]:
             return outputs

@@ -47,7 +47,8 @@ def program_facts(traced: Any, compiled: Any, cotangents: Sequence[bool]) -> dic
     """What `jax.jit(f).trace(…)` and its `.lower().compile()` say of a program; `cotangents` as in `narrow_sums`.
 
     `compiled`: hlo.Collective as mappings, with their `phase`; `traced`: likewise of primitives, with mesh `axes`;
-    `narrow_sums`; `remote_copies`: kernels' own copies to other devices, of which nothing more is known.
+    `narrow_sums`: (tensor, how) of each gradient that is made of one; `remote_copies`: kernels' own copies to other
+    devices, of which nothing more is known.
     """
     equations = reached(traced.jaxpr)
     in_hlo = [
@@ -57,7 +58,7 @@ def program_facts(traced: Any, compiled: Any, cotangents: Sequence[bool]) -> dic
     return {
         "compiled": in_hlo,
         "traced": [_collective(at) for at in equations if at.equation.primitive.name in _KINDS],
-        "narrow_sums": narrow_sums(traced.jaxpr, cotangents),
+        "narrow_sums": _narrow_sums_by_tensor(traced, cotangents),
         "remote_copies": sum(_is_remote_copy(at.equation) for at in equations),
     }
 
@@ -105,6 +106,14 @@ def matmul_flops(equations: Iterable[Reached]) -> int:
             depth = math.prod(shape[axis] for axis in contracting)
             total += (at.trips or 1) * 2 * depth * _elements(at.equation.outvars[0])
     return total
+
+
+def _narrow_sums_by_tensor(traced: Any, cotangents: Sequence[bool]) -> list[list[str]]:
+    """[tensor, how] of the results that are made of narrow sums; results are named "call/dkey"."""
+    paths, _ = jax.tree_util.tree_flatten_with_path(traced.out_info)
+    names = [jax.tree_util.keystr(path, simple=True) for path, _ in paths]
+    sums = zip(names, narrow_sums(traced.jaxpr, cotangents), strict=True)
+    return sorted(map(list, {(name.rpartition("/")[2], how) for name, hows in sums for how in hows}))
 
 
 def _collective(at: Reached) -> dict[str, Any]:

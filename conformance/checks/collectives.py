@@ -62,9 +62,9 @@ def check(evidence: Evidence) -> Outcome:
             if tensor == "forward" or evidence.message.get("raised") is None:
                 shares[tensor] = max(shares.get(tensor, 0.0), judged.share)
             findings = judged.findings | findings
-    for reading in facts["narrow_sums"]:
+    for tensor, how in facts["narrow_sums"]:
         judged = _Judgement(evidence, "backward", claim)
-        judged.add("sums gradients across ranks in less than float32", f"({reading})")
+        judged.add(f"sums {tensor} across ranks in less than float32", f"({how})")
         findings |= judged.findings
     return Outcome(shares, tuple(findings.values()), figures=_figures(problem, claim, multiple))
 

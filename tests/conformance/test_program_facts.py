@@ -123,7 +123,8 @@ def test_a_phase_is_the_outermost_since_a_backward_names_its_forward() -> None:
 def _narrow(function: Callable[..., Any], dtype: str = "bfloat16") -> list[str]:
     """narrow_sums of a function of two arrays, the second of which is a cotangent."""
     mapped, shapes = _on_ranks(function, dtype, inputs=2)
-    return narrow_sums(_traced(mapped, *shapes).jaxpr, [False, True])
+    (sums,) = narrow_sums(_traced(mapped, *shapes).jaxpr, [False, True])
+    return sums
 
 
 def _rounded(array: Any) -> Any:
@@ -185,6 +186,17 @@ def _ring_of(dtype: Any) -> Callable[..., Any]:
 )
 def test_sums_of_gradients_in_less_than_float32_are_told_from_all_others(function: Any, expected: list[str]) -> None:
     assert _narrow(function) == expected, "what is a sum across ranks of a gradient, and how wide"
+
+
+def test_a_narrow_sum_belongs_to_the_gradients_that_are_made_of_it() -> None:
+    mapped, shapes = _on_ranks(lambda x, ct: lax.psum(ct, "context"), "bfloat16", inputs=2)
+
+    def program(x: Any, ct: Any) -> dict[str, Any]:
+        return {"attention/dkey": ct.astype(jnp.float32), "attention/dsinks": mapped(x, ct) * 2, "attention/out": x}
+
+    traced = _traced(program, *shapes)
+    facts = program_facts(traced, traced.lower().compile(), [False, True])
+    assert facts["narrow_sums"] == [["dsinks", "psum of bfloat16"]], "dkey is none of it"
 
 
 def test_matrix_products_are_counted_through_loops_and_both_sides() -> None:
