@@ -12,6 +12,11 @@ from conformance.problem import Case
 _ONE_IN = {"errors": (32, 5), "programs": (32, 3), "remat": (64, 13), "work": (36, 21), "compiled work": (144, 21)}
 
 
+def asks_lse(case: Case) -> bool:
+    """Whether attention_with_lse is called beside attention: a quarter of a list, and whatever is shrunk."""
+    return case.seed % 4 == 0
+
+
 def asks_errors(case: Case) -> bool:
     """Whether problems that no case may have are put to the target beside this case."""
     return _is_designated("errors", case)

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from conformance.designated import asks_lse
 from conformance.problem import Case, Problem
 
 COMMUNICATIONS = ("halo", "all_gather", "ring", "ulysses", "usp")
@@ -71,7 +72,7 @@ def calls_of(target: TargetDescription, case: Case) -> tuple[str, ...]:
 
     The second doubles a program; a quarter of the cases, and every shrunk one (its seed is 0 if it can be), are enough.
     """
-    return ("attention", "attention_with_lse") if target.has_lse and case.seed % 4 == 0 else ("attention",)
+    return ("attention", "attention_with_lse") if target.has_lse and asks_lse(case) else ("attention",)
 
 
 def load_target(spec: str) -> Target:

@@ -17,7 +17,7 @@ from conformance.checks import (
     work,
 )
 from conformance.checks.outcome import Check, Outcome
-from conformance.designated import asks_errors, asks_remat, asks_work
+from conformance.designated import asks_errors, asks_lse, asks_remat, asks_work
 from conformance.problem import DTYPES
 
 _ROUNDED = ("float32", "bfloat16")
@@ -25,7 +25,7 @@ _ROUNDED = ("float32", "bfloat16")
 CHECKS: dict[str, Check] = {
     "contract": Check((contract.TENSOR,), contract.check, DTYPES),
     "output": Check(output.TENSORS, output.check, _ROUNDED),
-    "residuals": Check(residuals.TENSORS, residuals.check, _ROUNDED),
+    "residuals": Check(residuals.TENSORS, residuals.check, _ROUNDED, asks_lse),
     "gradients": Check(gradients.TENSORS, gradients.check, _ROUNDED),
     "exact": Check(exact.TENSORS, exact.check, ("float64",)),
     visibility.NAME: Check(visibility.TENSORS, visibility.check, DTYPES, visibility.designates),
