@@ -54,6 +54,8 @@ class KnownIssue:
             tensor=self.tensor,
             signature=f"a known issue no longer fails: {self.signature}",
             case=format_case(parse_case(self.case)),
+            expected=self.signature,
+            got="nothing of it",
             reading=f"{self.tensor} is said to be wrong here ({self.note}), and is not: the issue must be taken out",
         )
 

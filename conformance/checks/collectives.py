@@ -64,7 +64,7 @@ def check(evidence: Evidence) -> Outcome:
             findings = judged.findings | findings
     for tensor, how in facts["narrow_sums"]:
         judged = _Judgement(evidence, "backward", claim)
-        judged.add(f"sums {tensor} across ranks in less than float32", f"({how})")
+        judged.add(f"sums {tensor} across ranks in less than float32", f"({how})", expected="float32", got=how)
         findings |= judged.findings
     return Outcome(shares, tuple(findings.values()), figures=_figures(problem, claim, multiple))
 
@@ -107,13 +107,17 @@ class _Judgement:
         mine = [one for one in members if (one.kind, one.axes) == (kind, axes)]
         by = "; the compiler put it in" if all(one.inserted for one in mine) else ""
         if kind in HOST:
-            self.add("talks to the host", f"({kind})")
+            self.add("talks to the host", f"({kind})", expected="nothing", got=kind)
         elif all(one.bytes.max() == 0 for one in mine):
             return  # among a single device, or sent by each to itself
         elif not any(kind in allowance.kinds for allowance in plan):
-            self.add(f"uses {kind}", f"over {' and '.join(axes)}, and the plan of {self._claim} has none{by}")
+            how = f"over {' and '.join(axes)}, and the plan of {self._claim} has none{by}"
+            kinds = sorted({planned for allowance in plan for planned in allowance.kinds})
+            self.add(f"uses {kind}", how, expected=" or ".join(kinds) or "nothing", got=kind)
         elif not any(_fits(one, allowance) for one in mine for allowance in plan):
-            self.add(f"uses {kind} over another axis", f"({' and '.join(axes)}){by}")
+            planned = sorted({axis for allowance in plan if kind in allowance.kinds for axis in allowance.axes})
+            fields = {"expected": " or ".join(planned), "got": " and ".join(axes)}
+            self.add(f"uses {kind} over another axis", f"({' and '.join(axes)}){by}", **fields)
         elif not all(one.trips_known for one in mine):
             self.add(f"uses {kind} in a loop without a known end", "so what it sends has no bound")
 
@@ -121,7 +125,8 @@ class _Judgement:
         if not fitting:
             return
         # The device that receives most.
-        received = float(np.sum([one.bytes for one in fitting], axis=0).max())
+        by_device = np.sum([one.bytes for one in fitting], axis=0)
+        received = float(by_device.max())
         allowed = allowance.bytes * times
         share = received / allowed if allowed else float("inf") if received else 0.0
         self.share = max(self.share, share)
@@ -134,9 +139,10 @@ class _Judgement:
                 expected=allowed,
                 got=received,
                 share=share,
+                rank=_rank_of_device(int(by_device.argmax()), self._evidence.case.problem),
             )
 
-    def add(self, what: str, how: str, **numbers: float) -> None:
+    def add(self, what: str, how: str, **fields: Any) -> None:
         """One finding a kind."""
         evidence, tensor = self._evidence, self._tensor
         self.findings.setdefault(
@@ -148,9 +154,15 @@ class _Judgement:
                 signature=what,
                 case=evidence.case_text,
                 reading=f"the {tensor} of a target that claims {self._claim} {what} {how}",
-                **numbers,  # type: ignore[arg-type]  # expected, got and share
+                **fields,
             ),
         )
+
+
+def _rank_of_device(device: int, problem: Problem) -> int:
+    """The coordinate along the context axis of a device, counted as it stands in the mesh."""
+    axes = [axis for axis, _ in problem.mesh_shape]
+    return int(np.unravel_index(device, [size for _, size in problem.mesh_shape])[axes.index("context")])
 
 
 def _fits(one: _Sent, allowance: Allowance) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from conformance.checks.outcome import Detail, Outcome
 from conformance.evidence import Evidence
 from conformance.finding import Finding
 from conformance.inputs import NUM_DRAWS
+from conformance.problem import Case
 
 
 @dataclass(frozen=True)
@@ -112,10 +114,14 @@ def _source(evidence: Evidence, draw: int, call: str, name: str, tensor: str) ->
         return _Source(draw, call, of_vjp, found, _by_rank(evidence, found.shares.swapaxes(0, 1), positions))
     places = answer.places[tensor]
     found = compare(evidence.at_places(name, places), *right)
-    row, *feature = found.index
     by_rank = _by_rank(evidence, found.shares, places[:, 1])
-    found = dataclasses.replace(found, index=(*(int(i) for i in places[row]), *feature))
-    return _Source(draw, call, of_vjp, found, by_rank)
+    return _Source(draw, call, of_vjp, of_the_whole(found, places), by_rank)
+
+
+def of_the_whole(found: Comparison, places: np.ndarray) -> Comparison:
+    """A comparison at `places` [n, 3], with the index that its worst element has in the whole array."""
+    row, *feature = found.index
+    return dataclasses.replace(found, index=(*(int(i) for i in places[row]), *feature))
 
 
 def _by_rank(evidence: Evidence, shares: np.ndarray, positions: np.ndarray) -> tuple[float, ...]:
@@ -138,21 +144,15 @@ def _finding(check: str, tensor: str, evidence: Evidence, sources: list[_Source]
     found = worst.comparison
     what = "exceeds its allowance" if np.isfinite(found.got) else "is not finite"
     only = _only_where(failing, sources)
-    position = found.index[1] if len(found.index) > 1 else None
     return Finding(
         target=evidence.target.name,
         check=check,
         tensor=tensor,
         signature=f"{what}{only}",
         case=evidence.case_text,
-        reading=f"{tensor} {what}{only}: {_sentence(evidence, found)}",
+        reading=f"{tensor} {what}{only}: {sentence(evidence.case, found)}",
         draw=worst.draw,
-        rank=None if position is None else evidence.case.problem.rank_of(position),
-        index=found.index,
-        expected=found.expected,
-        got=found.got,
-        allowance=found.allowance,
-        share=found.share,
+        **element(evidence.case, found),
         detail=f"in {worst.call}, {'the forward of its VJP' if worst.of_vjp else tensor}, data draw {worst.draw}",
     )
 
@@ -172,7 +172,19 @@ def _only_where(failing: list[_Source], sources: list[_Source]) -> str:
     return ""
 
 
-def _sentence(evidence: Evidence, found: Comparison) -> str:
+def element(case: Case, found: Comparison) -> dict[str, Any]:
+    """The fields of a finding that say where its worst element is, what it should be, and what it is."""
+    return {
+        "rank": case.problem.rank_of(found.index[1]) if len(found.index) > 1 else None,
+        "index": found.index,
+        "expected": found.expected,
+        "got": found.got,
+        "allowance": found.allowance,
+        "share": found.share,
+    }
+
+
+def sentence(case: Case, found: Comparison) -> str:
     """The worst element in plain words, and what stands near it."""
     has_rows = len(found.index) > 1
     names = ("batch row", "position", "head", "feature")[: len(found.index)] if has_rows else ("head",)
@@ -182,7 +194,7 @@ def _sentence(evidence: Evidence, found: Comparison) -> str:
     )
     if not has_rows:
         return words
-    problem, position = evidence.case.problem, found.index[1]
+    problem, position = case.problem, found.index[1]
     words += f"; rank {problem.rank_of(position)} of {problem.context_parallelism}"
     if problem.layout == "striped":
         return words

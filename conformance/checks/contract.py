@@ -27,12 +27,15 @@ def check(evidence: Evidence) -> Outcome:
     if broken := message.get("broken"):
         tensor, quality, expected, got = broken
         reading = f"{tensor} has the wrong {quality}: expected {expected}, got {got}"
-        findings.append(_finding(evidence, f"wrong {quality} of {tensor}", reading))
+        findings.append(_finding(evidence, f"wrong {quality} of {tensor}", reading, expected=expected, got=got))
     for tensor, place in _by_tensor(message.get("misplaced", {})).items():
-        findings.append(_finding(evidence, f"wrong placement of {tensor}", f"{tensor} lies elsewhere: {place}"))
+        reading = f"{tensor} lies elsewhere: {place}"
+        expected, _, got = place.removeprefix("expected ").partition(", got ")
+        findings.append(_finding(evidence, f"wrong placement of {tensor}", reading, expected=expected, got=got))
     for tensor, difference in _by_tensor(message.get("diverged", {})).items():
         reading = f"{tensor} is replicated, and its copies differ: {difference}"
-        findings.append(_finding(evidence, f"copies of {tensor} differ", reading))
+        fields = {"expected": "the same bits on every device", "got": difference}
+        findings.append(_finding(evidence, f"copies of {tensor} differ", reading, **fields))
     findings += meddling(evidence.target.name, evidence.case_text, message)
     return Outcome({TENSOR: 0.0}, tuple(findings))
 
@@ -55,7 +58,9 @@ def meddling(target_name: str, case_text: str, message: Mapping[str, Any]) -> tu
         told = f"leaves {len(running)} processes running: {'; '.join(running[:3])}"
         found.append(("leaves processes running", told, {"expected": "no process", "got": running[0]}))
     if printed := message.get("printed_bytes"):
-        found.append(("prints megabytes", f"prints {printed / 2**20:.1f} MiB while it answers this case", {}))
+        told = f"{printed / 2**20:.1f} MiB"
+        few = {"expected": "at most 1 MiB", "got": told}
+        found.append(("prints megabytes", f"prints {told} while it answers this case", few))
     return tuple(
         Finding(target_name, "contract", TENSOR, signature, case_text, f"the target {reading}", **values)  # type: ignore[arg-type]  # expected and got
         for signature, reading, values in found
@@ -71,6 +76,8 @@ def lost(target_name: str, case_text: str, how: WorkerLost) -> Finding:
         signature=f"{how.how} while {how.phase}",
         case=case_text,
         reading=f"the target's process {how.how} while {how.phase}",
+        expected="an answer",
+        got=how.how,
         detail=how.log,
     )
 
@@ -79,10 +86,11 @@ def _raised(evidence: Evidence, raised: dict[str, str]) -> Finding:
     where = raised["where"]
     place = {"gradient": "when its gradients are taken", "forward": "in its forward"}.get(where, f"in {where}")
     reading = f"raises {raised['type']} {place}: {raised['message'].splitlines()[0] if raised['message'] else ''}"
-    return _finding(evidence, f"raises {raised['type']} {place}", reading, raised["traceback"])
+    fields = {"expected": "an answer", "got": raised["type"], "detail": raised["traceback"]}
+    return _finding(evidence, f"raises {raised['type']} {place}", reading, **fields)
 
 
-def _finding(evidence: Evidence, signature: str, reading: str, detail: str = "") -> Finding:
+def _finding(evidence: Evidence, signature: str, reading: str, **fields: Any) -> Finding:
     return Finding(
         target=evidence.target.name,
         check="contract",
@@ -90,5 +98,5 @@ def _finding(evidence: Evidence, signature: str, reading: str, detail: str = "")
         signature=signature,
         case=evidence.case_text,
         reading=reading,
-        detail=detail,
+        **fields,
     )

@@ -50,5 +50,7 @@ def _finding(evidence: Evidence, answer: dict[str, Any], what: str) -> Finding:
         signature=f"{words}: {what}",
         case=evidence.case_text,
         reading=f"put to the target beside this case, {answer['words']} {what}; it should be refused with a ValueError",
+        expected="a ValueError, or declined",
+        got=what.removeprefix("is ").removeprefix("ends in "),
         detail=answer.get("message", ""),
     )

@@ -5,11 +5,14 @@ May touch: evidence, findings. Tests: tests/conformance/test_other_programs.py.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 
 from conformance.answers import answer_for
 from conformance.case_text import format_case, parse_case
-from conformance.checks.compare import compare
+from conformance.checks.compare import compare, element, sentence
 from conformance.checks.outcome import Outcome
 from conformance.designated import asks_programs
 from conformance.evidence import Evidence
@@ -32,7 +35,8 @@ def judge_programs(evidence: Evidence, check: str) -> Outcome:
     if "raised" in facts:
         program, kind, message = facts["raised"]
         words = f"raises {kind} when {program} is called in the same process"
-        return Outcome({"out": np.inf}, (_finding(evidence, check, "out", words, message),))
+        fields = {"expected": "an answer", "got": kind}
+        return Outcome({"out": np.inf}, (_finding(evidence, check, "out", words, message, fields),))
     asked = [("alone", evidence.case, "out", _AGAIN), ("alone", evidence.case, f"d{facts['alone']}", _ALONE)]
     asked = [(name, parse_case(text), "out", _OTHER) for name, text in facts["others"].items()] + asked
     shares: dict[str, float] = {}
@@ -43,12 +47,14 @@ def judge_programs(evidence: Evidence, check: str) -> Outcome:
         found = compare(got, answer.reference[tensor], answer.allowance[tensor], answer.compared.get(tensor))
         shares[tensor] = max(shares.get(tensor, 0.0), 0.0 if found.passes else np.inf)
         if not found.passes and tensor not in findings:
-            how = f"at {found.index} it is {found.got:.6g}, expected {found.expected:.6g}, on {format_case(case)}"
-            findings[tensor] = _finding(evidence, check, tensor, words, how)
+            how = f"{sentence(case, found)}, on {format_case(case)}"
+            findings[tensor] = _finding(evidence, check, tensor, words, how, element(case, found))
     return Outcome(shares, tuple(findings.values()))
 
 
-def _finding(evidence: Evidence, check: str, tensor: str, signature: str, how: str) -> Finding:
+def _finding(
+    evidence: Evidence, check: str, tensor: str, signature: str, how: str, fields: Mapping[str, Any]
+) -> Finding:
     return Finding(
         target=evidence.target.name,
         check=check,
@@ -57,4 +63,5 @@ def _finding(evidence: Evidence, check: str, tensor: str, signature: str, how: s
         case=evidence.case_text,
         reading=f"{tensor} {signature}: {how}",
         draw=0,
+        **fields,
     )

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from conformance.checks.compare import compare
+from conformance.checks.compare import compare, element, of_the_whole, sentence
 from conformance.checks.outcome import Outcome
 from conformance.evidence import Evidence
 from conformance.finding import Finding
@@ -31,7 +31,8 @@ def check(evidence: Evidence) -> Outcome:
     for program in (name for name in facts if name != "plain"):
         if "raised" in facts[program]:
             kind, message = facts[program]["raised"]
-            findings.append(_finding(evidence, "program", f"raises {kind} under jax.checkpoint, {program}", message))
+            what = f"raises {kind} under jax.checkpoint, {program}"
+            findings.append(_finding(evidence, "program", what, message, expected="an answer", got=kind))
             continue
         for tensor in TENSORS[1:]:
             name = f"remat/{program}/{tensor}"
@@ -55,7 +56,8 @@ def _repeated(evidence: Evidence, facts: Mapping[str, Any]) -> list[Finding]:
         if saved > plain:
             unit = "floating-point operations" if measure == "matmul_flops" else "bytes sent"
             how = f"{saved} {unit} beside {plain} without rematerialisation, and {nothing} with nothing saved"
-            findings.append(_finding(evidence, "program", what, how))
+            share = saved / plain if plain else float("inf")
+            findings.append(_finding(evidence, "program", what, how, expected=plain, got=saved, share=share))
     return findings
 
 
@@ -66,12 +68,13 @@ def _compare(evidence: Evidence, name: str, tensor: str, program: str, findings:
     got = evidence.in_position_order(name) if places is None else evidence.at_places(name, places)
     found = compare(np.asarray(got), answer.reference[tensor], answer.allowance[tensor], answer.compared.get(tensor))
     if not found.passes:
-        how = f"it is {found.got:.6g} at {found.index}, expected {found.expected:.6g}"
-        findings.append(_finding(evidence, tensor, f"is wrong under jax.checkpoint, {program}", how, share=found.share))
+        found = found if places is None else of_the_whole(found, places)
+        what, how = f"is wrong under jax.checkpoint, {program}", sentence(evidence.case, found)
+        findings.append(_finding(evidence, tensor, what, how, **element(evidence.case, found)))
     return found.share
 
 
-def _finding(evidence: Evidence, tensor: str, what: str, how: str, share: float | None = None) -> Finding:
+def _finding(evidence: Evidence, tensor: str, what: str, how: str, **fields: Any) -> Finding:
     subject = "the target" if tensor == "program" else tensor
     return Finding(
         target=evidence.target.name,
@@ -81,5 +84,5 @@ def _finding(evidence: Evidence, tensor: str, what: str, how: str, share: float 
         case=evidence.case_text,
         reading=f"{subject} {what}: {how}",
         draw=0,
-        share=share,
+        **fields,
     )

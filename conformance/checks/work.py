@@ -59,7 +59,9 @@ def _judged(evidence: Evidence, layout: str, facts: Mapping[str, Any]) -> Judged
     if "raised" in facts:
         kind, message = facts["raised"]
         what = f"raises {kind} on a longer sequence"
-        yield "program", 0.0, _finding(evidence, "program", what, f"{message}, in {layout}") if judges else None
+        fields = {"expected": "an answer", "got": kind}
+        found = _finding(evidence, "program", what, f"{message}, in {layout}", fields)
+        yield "program", 0.0, found if judges else None
         return
     for tensor, measure, words, limit in _MEASURES:
         if measure not in facts["longer"]:
@@ -71,7 +73,8 @@ def _judged(evidence: Evidence, layout: str, facts: Mapping[str, Any]) -> Judged
             how = (
                 f"{base:.4g} become {longer:.4g} where only the sequence is {_LENGTH_FACTOR} times as long, in {layout}"
             )
-            finding = _finding(evidence, tensor, f"{words} do not follow the window", how)
+            fields = {"expected": limit * base, "got": longer, "share": growth / limit}
+            finding = _finding(evidence, tensor, f"{words} do not follow the window", how, fields)
         yield tensor, growth / limit, finding
     if evidence.target.communication is not None:
         yield _row_loops(evidence, layout, facts)
@@ -86,7 +89,8 @@ def _row_loops(evidence: Evidence, layout: str, facts: Mapping[str, Any]) -> tup
         return "loops", turns / rows if grows else 0.0, None
     what = "a loop of its program turns once for every row"
     how = f"{turns} turns where a rank holds {rows} rows, in {layout}"
-    return "loops", turns / rows, _finding(evidence, "loops", what, how)
+    fields = {"expected": rows, "got": turns, "share": turns / rows}
+    return "loops", turns / rows, _finding(evidence, "loops", what, how, fields)
 
 
 def _pair_constants(evidence: Evidence, layout: str, facts: Mapping[str, Any]) -> tuple[str, float, Finding | None]:
@@ -97,7 +101,8 @@ def _pair_constants(evidence: Evidence, layout: str, facts: Mapping[str, Any]) -
         return "program", held / pairs if grows else 0.0, None
     what = "constants built into its program hold a value for every pair of rows"
     how = f"{held} bytes where a rank holds {facts['rows']} rows, in {layout}"
-    return "program", held / pairs, _finding(evidence, "program", what, how)
+    fields = {"expected": pairs, "got": held, "share": held / pairs}
+    return "program", held / pairs, _finding(evidence, "program", what, how, fields)
 
 
 def _figures(layout: str, facts: Mapping[str, Any]) -> dict[str, float]:
@@ -118,7 +123,7 @@ def _growth(facts: Mapping[str, Any], name: str, measure: str) -> float:
     return facts[name][measure] / max(facts["base"][measure], 1)
 
 
-def _finding(evidence: Evidence, tensor: str, what: str, how: str) -> Finding:
+def _finding(evidence: Evidence, tensor: str, what: str, how: str, fields: Mapping[str, Any]) -> Finding:
     return Finding(
         target=evidence.target.name,
         check="work",
@@ -126,4 +131,5 @@ def _finding(evidence: Evidence, tensor: str, what: str, how: str) -> Finding:
         signature=what,
         case=evidence.case_text,
         reading=f"{what}: {how}",
+        **fields,
     )

@@ -52,6 +52,7 @@ def test_another_form_is_told_by_tensor_and_quality() -> None:
     (found,) = _findings({"broken": ["lse", "dtype", "float32", "bfloat16"]})
     assert found.signature == "wrong dtype of lse", "its kind"
     assert found.reading == "lse has the wrong dtype: expected float32, got bfloat16", "what was expected and got"
+    assert (found.expected, found.got) == ("float32", "bfloat16"), "by themselves too"
 
 
 def test_each_misplaced_tensor_is_one_finding_however_often_it_is_misplaced() -> None:
@@ -64,6 +65,7 @@ def test_each_misplaced_tensor_is_one_finding_however_often_it_is_misplaced() ->
     assert [finding.signature for finding in found] == ["wrong placement of out", "wrong placement of dkey"], (
         "two tensors"
     )
+    assert [(finding.expected, finding.got) for finding in found] == [("A", "B"), ("C", "D")]
 
 
 def test_copies_that_differ_are_a_finding_of_their_tensor() -> None:
@@ -83,3 +85,16 @@ def test_a_lost_process_is_told_by_how_and_when_with_its_last_words() -> None:
     assert found.signature == "killed by SIGABRT while running draw 1", "its kind"
     assert (found.check, found.tensor, found.case) == ("contract", "call", _CASE), "where it belongs"
     assert found.detail == "CHECK failed: x", "the end of what it printed"
+    assert (found.expected, found.got) == ("an answer", "killed by SIGABRT")
+
+
+def test_what_a_target_does_to_its_process_is_told_kind_by_kind() -> None:
+    found = _findings(
+        {"changed": ["jax_enable_x64 from False to True"], "left_running": ["sleep 9", "cat"], "printed_bytes": 3 << 20}
+    )
+    assert [(finding.signature, finding.expected, finding.got) for finding in found] == [
+        ("changes jax_enable_x64", "False", "True"),
+        ("leaves processes running", "no process", "sleep 9"),
+        ("prints megabytes", "at most 1 MiB", "3.0 MiB"),
+    ]
+    assert found[1].reading == "the target leaves 2 processes running: sleep 9; cat"

@@ -75,6 +75,7 @@ def test_zero_and_negative_sizes_are_one_kind() -> None:
     evidence = Evidence(TargetDescription("m:t", "t"), parse_case(_CASE), {"errors": requests}, {})
     (finding,) = CHECKS["errors"].run(evidence).findings
     assert finding.signature == "sliding_window_size below 1: is answered", "one finding, without a number"
+    assert (finding.expected, finding.got) == ("a ValueError, or declined", "answered")
 
 
 def test_a_problem_can_be_made_that_its_own_rules_forbid() -> None:

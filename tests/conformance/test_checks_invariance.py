@@ -22,6 +22,7 @@ Modelled = Callable[..., Evidence]
 Judged = Callable[[str, str, str], Outcome]
 Change = Callable[[np.ndarray], np.ndarray]
 
+_VARIANTS = ("poisoned_keys", "poisoned_queries", "changed", "again")
 _PLAIN = "v=1 batch=2 seq_len=16 num_query_heads=4 num_kv_heads=2 sliding_window_size=3 context_parallelism=4"
 _CASES = [
     _PLAIN,
@@ -68,11 +69,16 @@ def test_a_right_answer_does_not_move(modelled: Modelled, text: str) -> None:
     assert set(outcome.shares) == owed, "and every tensor has been looked at"
 
 
-def test_a_sign_of_zero_may_change_and_a_nan_may_stay(modelled: Modelled) -> None:
+def test_a_sign_of_zero_may_change_beside_poison_but_not_when_the_call_is_repeated(modelled: Modelled) -> None:
     evidence = modelled(parse_case(_PLAIN), ("invariance",))
-    first, again = (evidence.arrays[f"{data}/attention/out"].copy() for data in ("0", "again"))
-    first[0, 0, 0, :2], again[0, 0, 0, :2] = (0.0, np.nan), (-0.0, np.nan)
-    assert "out" not in _kinds(_with(evidence, {"0/attention/out": first, "again/attention/out": again}))
+    arrays = {f"{data}/attention/out": evidence.arrays[f"{data}/attention/out"].copy() for data in ("0", *_VARIANTS)}
+    for name, array in arrays.items():
+        array[0, 0, 0, :2] = (0.0 if name.startswith(("0", "again")) else -0.0), np.nan
+    assert "out" not in _kinds(_with(evidence, arrays)), "0 times -1e30 is -0; a NaN that stays is of no variant"
+    arrays["again/attention/out"][0, 0, 0, 0] = -0.0
+    assert _kinds(_with(evidence, arrays)) == {"out": "differs when the same call is repeated"}, (
+        "there, it is another bit"
+    )
 
 
 def test_nothing_is_said_where_the_program_ran_on_the_draws_alone(right_evidence: Callable[..., Evidence]) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pytest
 
 from conformance.case_text import parse_case
 from conformance.checks import CHECKS, Outcome
@@ -45,6 +46,8 @@ def test_saved_residuals_and_the_same_gradients_are_right(right_evidence: Build)
 
 
 def test_what_runs_or_travels_again_although_it_is_saved_is_a_finding(right_evidence: Build) -> None:
+    (found,) = _judge(right_evidence, _FACTS | {"names saved": {"matmul_flops": 450, "sent_bytes": 30}}).findings
+    assert (found.expected, found.got, found.share) == (300, 450, 1.5), "how much more"
     computes = ("program", "computes its forward again although its residuals are saved")
     sends = ("program", "sends again although its residuals are saved")
     for saved, expected in (
@@ -64,6 +67,11 @@ def test_without_names_only_the_answer_is_judged(right_evidence: Build) -> None:
 def test_a_gradient_that_rematerialising_changes_is_a_finding(right_evidence: Build) -> None:
     outcome = _judge(right_evidence, _FACTS, {"remat/nothing saved/dkey": 1.0})
     assert _kinds(outcome) == {("dkey", "is wrong under jax.checkpoint, nothing saved")}, "which, and when"
+    (found,) = outcome.findings
+    _, position, _, _ = found.index or ()
+    assert found.rank == position // 8, "where, in 16 positions on two ranks"
+    assert float(found.got or 0) - float(found.expected or 0) == pytest.approx(1.0), "by how much"
+    assert found.share == outcome.shares["dkey"], "of what rounding allows"
     assert outcome.shares["dkey"] > 1 > outcome.shares["dquery"], "and that alone"
 
 

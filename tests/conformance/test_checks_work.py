@@ -59,6 +59,8 @@ def test_each_cost_that_outgrows_the_sequence_is_a_finding_of_its_own(measure: s
     assert finding.tensor == tensor, "which cost"
     assert "16" not in finding.signature, "a kind holds no numbers of a case"
     assert f"{value:.4g}" in finding.reading, "the reading does"
+    assert (finding.got, finding.share) == (value, 2.0), "twice what is allowed"
+    assert finding.expected == value / 2
 
 
 @pytest.mark.parametrize(("base", "longer", "is_finding"), [(1024, 4096, True), (1024, 1024, False), (32, 128, False)])

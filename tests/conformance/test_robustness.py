@@ -5,6 +5,7 @@ Real workers, on one device. Hangs and deadlocks are in test_process.py and test
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 import psutil
@@ -19,23 +20,28 @@ Spec = Callable[[str], str]
 
 _PLAIN = parse_case("v=1 seq_len=4 num_query_heads=1 head_dim=2 sliding_window_size=2 context_parallelism=1")
 _SPOILED = _PLAIN.replace(attn_logits_soft_cap=5.0)
+# Workers inherit it. Their own mark would not do: other tests run at the same time, and have workers too.
+_MARK = "TESTED_FOR_WHAT_IT_LEAVES"
 
 
-def _run(spec: str) -> tuple[CaseResult, CaseResult, set[int]]:
-    """The results of the case where the target spoils its process and of the next; and the processes it left."""
-    before = set(psutil.pids())
+def _run(spec: str) -> tuple[CaseResult, CaseResult]:
+    """The results of the case where the target spoils its process and of the next."""
     session = Session(spec, Devices("cpu", 1), ("contract", "output", "gradients"))
     try:
-        spoiled, plain = session.run(_SPOILED), session.run(_PLAIN)
+        return session.run(_SPOILED), session.run(_PLAIN)
     finally:
         session.close()
-    left = {process.pid for process in psutil.process_iter() if _is_ours(process)}
-    return spoiled, plain, left - before
 
 
-def _is_ours(process: psutil.Process) -> bool:
+def _left(mark: str) -> list[psutil.Process]:
+    """What still runs of all that was started with this mark in its environment; killed processes take a moment."""
+    marked = [process for process in psutil.process_iter() if _is_marked(process, mark)]
+    return [process for process in psutil.wait_procs(marked, timeout=5)[1] if _is_marked(process, mark)]
+
+
+def _is_marked(process: psutil.Process, mark: str) -> bool:
     try:
-        return process.status() != psutil.STATUS_ZOMBIE and "HALOCHECK_WORKER" in process.environ()
+        return process.status() != psutil.STATUS_ZOMBIE and process.environ().get(_MARK) == mark
     except psutil.Error:
         return False
 
@@ -67,10 +73,12 @@ def test_what_spoils_its_process_is_a_finding_with_its_case_and_the_next_case_is
     adapter: Spec, monkeypatch: pytest.MonkeyPatch, name: str, signature: str
 ) -> None:
     monkeypatch.setattr(watch, "memory_limit", lambda: 1 << 30)
-    spoiled, plain, left = _run(adapter(f"spoiling:{name}"))
+    mark = f"{name} {os.getpid()}"
+    monkeypatch.setenv(_MARK, mark)
+    spoiled, plain = _run(adapter(f"spoiling:{name}"))
     of_contract = [found for found in spoiled.findings if found.check == "contract"]
     assert [found.signature for found in of_contract] == [signature], "what it did, and that alone"
     assert of_contract[0].case == format_case(_SPOILED), "where"
     assert spoiled.status == FINDING
     assert (plain.status, plain.findings) == (CONFORMS, ()), "the next case knows nothing of it"
-    assert left == set(), "and no process is left"
+    assert _left(mark) == [], "and no process is left"
