@@ -95,11 +95,10 @@ def _layer(
 
 def _kernel(operands: dict, mesh: Mesh, config: AttentionConfig, resolved: ResolvedLayer) -> str:
     """The local kernel: the one that the config names, or what suits the mesh's devices."""
-    query, value = operands["query"], operands["value"]
-    dtype, dims = jnp.dtype(query.dtype), (query.shape[3], value.shape[3])
+    dtype = jnp.dtype(operands["query"].dtype)
     contiguous_keys = (resolved.strategy, resolved.layout) not in (("ring", "striped"), ("usp", "striped"))
     reasons = {
-        "pallas_halo": pallas_halo.unsupported(dtype, dims, resolved.strategy, resolved.window, _is_tpu(mesh)),
+        "pallas_halo": pallas_halo.unsupported(dtype, resolved.strategy, resolved.window),
         "splash": splash.unsupported(dtype, contiguous_keys),
         "xla": None,
     }

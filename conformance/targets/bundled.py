@@ -1,7 +1,7 @@
 """The bundled implementations as targets: `conformance.targets.bundled:halo`, and all_gather, ring, ulysses, usp.
 
-Each also with JAX's splash attention as its local kernel, halo_splash and so on: interpreted, and slow, where there is
-no TPU. May touch: impl. Tests: tests/conformance/test_targets.py.
+Each also with JAX's splash attention as its local kernel, halo_splash and so on, and halo_pallas with our own Pallas
+kernels: interpreted, and slow, where there is no TPU. May touch: impl. Tests: tests/conformance/test_targets.py.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 import impl
 from conformance.problem import Problem
-from impl.kernels import splash
+from impl.kernels import pallas_halo, splash
 
 
 @dataclass(frozen=True)
@@ -32,17 +32,18 @@ class _Bundled:
     @property
     def name(self) -> str:
         """The strategy, and the local kernel where it is not the one that suits the platform."""
-        return f"{self.communication}_{self.local_kernel}" if self.local_kernel else self.communication
+        kernel = self.local_kernel.removesuffix("_halo")
+        return f"{self.communication}_{kernel}" if kernel else self.communication
 
     @property
     def exact(self) -> bool:
         """Whether it runs in float64."""
-        return self.local_kernel != "splash"
+        return self.local_kernel == ""
 
     @property
     def precision(self) -> dict[str, bool]:
         """Its numerics. Splash knows no scale, so the query carries it, rounded to the inputs' dtype; and it rounds its
-        results, of which a rank adds up several."""
+        results, of which a rank adds up several. The pallas_halo kernels do neither: what is added up is float32."""
         return {"prescaled_query": True, "rounded_partials": True} if self.local_kernel == "splash" else {}
 
     def supports(self, problem: Problem) -> str | None:
@@ -61,6 +62,8 @@ class _Bundled:
         if self.local_kernel == "splash":
             contiguous_keys = problem.layout != "striped" or strategy not in ("ring", "usp")
             return splash.unsupported(jnp.dtype(problem.dtype), contiguous_keys)
+        if self.local_kernel == "pallas_halo":
+            return pallas_halo.unsupported(jnp.dtype(problem.dtype), strategy, problem.window)
         return None
 
     def attention(self, query: jax.Array, key: jax.Array, value: jax.Array, **context: Any) -> jax.Array:
@@ -112,6 +115,7 @@ all_gather = _Bundled("all_gather")
 ring = _Bundled("ring")
 ulysses = _Bundled("ulysses")
 usp = _Bundled("usp")
+halo_pallas = _Bundled("halo", "pallas_halo")
 halo_splash = _Bundled("halo", "splash")
 all_gather_splash = _Bundled("all_gather", "splash")
 ring_splash = _Bundled("ring", "splash")

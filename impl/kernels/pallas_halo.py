@@ -22,13 +22,8 @@ LONG_TILE = 256
 """The matrix unit's own size: shorter tiles leave part of it idle, longer ones compute more of what nobody sees."""
 
 
-def unsupported(
-    dtype: jnp.dtype, dims: tuple[int, int], strategy: str, window: tuple[int | None, int | None], compiled: bool
-) -> str | None:
-    """Why these kernels cannot run a layer, or None. All lengths are taken: rows are padded to whole blocks.
-
-    dims: head_dim and value_dim. compiled: for a TPU, rather than interpreted.
-    """
+def unsupported(dtype: jnp.dtype, strategy: str, window: tuple[int | None, int | None]) -> str | None:
+    """Why these kernels cannot run a layer, or None. All sizes are taken: rows are padded to whole blocks and lanes."""
     if strategy != "halo":
         return f"its keys come as a halo and the chunk's own, got strategy {strategy!r}"
     if dtype not in (jnp.bfloat16, jnp.float32):
@@ -36,8 +31,6 @@ def unsupported(
     left, right = window
     if left is None or right != 0:
         return f"it needs a window that ends at the query and has a beginning, got window {window}"
-    if compiled and any(dim % LANES for dim in dims):
-        return f"it fetches whole rows of {LANES} lanes, got head_dim and value_dim {dims}"
     return None
 
 
@@ -103,13 +96,13 @@ def band_operands(chunk: ChunkRows, band: Band) -> BandOperands:
     after = -rows % band.block
     before = band.blocks_before * band.block
     halo = before > 0 and band.first_block == 0
-    query = heads_first(chunk.query, 0, after)
+    query = heads_first(_in_lanes(chunk.query), 0, after)
     return BandOperands(
         query=query.reshape(band.heads, band.group, *query.shape[1:]),
-        key=heads_first(chunk.key, 0, after),
-        value=heads_first(chunk.value, 0, after),
-        halo_key=heads_first(chunk.halo_key, before - halo_rows, 0) if halo else None,
-        halo_value=heads_first(chunk.halo_value, before - halo_rows, 0) if halo else None,
+        key=heads_first(_in_lanes(chunk.key), 0, after),
+        value=heads_first(_in_lanes(chunk.value), 0, after),
+        halo_key=heads_first(_in_lanes(chunk.halo_key), before - halo_rows, 0) if halo else None,
+        halo_value=heads_first(_in_lanes(chunk.halo_value), before - halo_rows, 0) if halo else None,
         lowest=jnp.maximum(-halo_rows, -chunk.first_position).astype(jnp.int32)[None],
         segment_ids=_tiles_of_ids(chunk, band, halo),
         sinks=chunk.sinks,
@@ -121,7 +114,8 @@ def band_cotangents(rows: RowCotangents, band: Band) -> BandCotangents:
     after = -rows.lse.shape[1] % band.block
     lse = jnp.where(jnp.isneginf(rows.lse), NO_ROW_LSE, rows.lse)
     dout, lse, delta = (
-        heads_first(array, 0, after, fill) for array, fill in ((rows.dout, 0), (lse, NO_ROW_LSE), (rows.delta, 0))
+        heads_first(array, 0, after, fill)
+        for array, fill in ((_in_lanes(rows.dout), 0), (lse, NO_ROW_LSE), (rows.delta, 0))
     )
     return BandCotangents(*(array.reshape(band.heads, band.group, *array.shape[1:]) for array in (dout, lse, delta)))
 
@@ -130,15 +124,20 @@ def forward_rows(result: ForwardResult, chunk: ChunkRows) -> tuple[Array, Array]
     """(out, lse), rows first, in float32; out has been rounded to the inputs' dtype."""
     batch, rows = chunk.query.shape[:2]
     out, lse = (rows_first(array.reshape(-1, *array.shape[2:]), batch, 0, rows) for array in result)
-    return out.astype(jnp.float32), lse
+    return out[..., : chunk.value.shape[3]].astype(jnp.float32), lse
 
 
 def own_gradients(result: BackwardResult, chunk: ChunkRows, config: KernelConfig) -> tuple[Array, Array, Array]:
     """(dquery, dkey, dvalue) of the chunk's own rows, rows first, in float32; dquery has been rounded by the kernel."""
     batch, rows = chunk.query.shape[:2]
     dquery = rows_first(result.dquery.reshape(-1, *result.dquery.shape[2:]), batch, 0, rows)
-    dkey = rows_first(result.dkey, batch, 0, rows) * config.scale
-    return dquery.astype(jnp.float32), dkey, rows_first(result.dvalue, batch, 0, rows)
+    dkey, dvalue = (rows_first(gradient, batch, 0, rows) for gradient in (result.dkey, result.dvalue))
+    head_dim, value_dim = chunk.query.shape[3], chunk.value.shape[3]
+    return (
+        dquery[..., :head_dim].astype(jnp.float32),
+        dkey[..., :head_dim] * config.scale,
+        dvalue[..., :value_dim],
+    )
 
 
 def halo_gradients(result: BackwardResult, chunk: ChunkRows, config: KernelConfig) -> tuple[Array, Array]:
@@ -147,8 +146,8 @@ def halo_gradients(result: BackwardResult, chunk: ChunkRows, config: KernelConfi
         return jnp.zeros(chunk.halo_key.shape, jnp.float32), jnp.zeros(chunk.halo_value.shape, jnp.float32)
     batch, rows = chunk.halo_key.shape[:2]
     first = result.dhalo_key.shape[1] - rows
-    dkey = rows_first(result.dhalo_key, batch, first, rows) * config.scale
-    return dkey, rows_first(result.dhalo_value, batch, first, rows)
+    dkey, dvalue = (rows_first(gradient, batch, first, rows) for gradient in (result.dhalo_key, result.dhalo_value))
+    return dkey[..., : chunk.halo_key.shape[3]] * config.scale, dvalue[..., : chunk.halo_value.shape[3]]
 
 
 def _tiles_of_ids(chunk: ChunkRows, band: Band, halo: bool) -> Int32[Array, "batch tiles 1 tile"] | None:
@@ -164,6 +163,12 @@ def _tiles_of_ids(chunk: ChunkRows, band: Band, halo: bool) -> Int32[Array, "bat
     else:
         ids = chunk.segment_ids
     return jnp.pad(ids, ((0, 0), (before, after))).reshape(batch, -1, 1, band.tile)
+
+
+def _in_lanes(rows: Float[Array, "batch rows heads dim"]) -> Float[Array, "batch rows heads padded_dim"]:
+    """Zeros up to whole lanes, since a kernel's own DMAs fetch whole lanes; in a TPU's memory they are there anyway."""
+    missing = -rows.shape[3] % LANES
+    return jnp.pad(rows, ((0, 0), (0, 0), (0, 0), (0, missing))) if missing else rows
 
 
 def heads_first(
@@ -182,4 +187,4 @@ def rows_first(
 ) -> Float[Array, "batch rows heads ..."]:
     """The way back of `heads_first`."""
     kept = array[:, first : first + rows]
-    return jnp.swapaxes(kept.reshape(batch, -1, *kept.shape[1:]), 1, 2)
+    return jnp.swapaxes(kept.reshape(batch, kept.shape[0] // batch, *kept.shape[1:]), 1, 2)
