@@ -9,7 +9,14 @@ from __future__ import annotations
 from conformance.problem import Case
 
 # One case in so many, and its remainder. Odd remainders: such cases do not call attention_with_lse as well.
-_ONE_IN = {"errors": (32, 5), "programs": (32, 3), "remat": (64, 13), "work": (36, 21), "compiled work": (144, 21)}
+_ONE_IN = {
+    "errors": (32, 5),
+    "programs": (32, 3),
+    "races": (16, 7),
+    "remat": (64, 13),
+    "work": (36, 21),
+    "compiled work": (144, 21),
+}
 
 
 def asks_lse(case: Case) -> bool:
@@ -20,6 +27,11 @@ def asks_lse(case: Case) -> bool:
 def asks_errors(case: Case) -> bool:
     """Whether problems that no case may have are put to the target beside this case."""
     return _is_designated("errors", case)
+
+
+def asks_races(case: Case) -> bool:
+    """Whether kernels of this case's program that copy by themselves run under the race detector."""
+    return _is_designated("races", case)
 
 
 def asks_remat(case: Case) -> bool:

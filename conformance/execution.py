@@ -25,11 +25,15 @@ from conformance.mesh import mesh_of, shardings_of
 from conformance.other_programs import other_programs
 from conformance.problem import Case
 from conformance.program_facts import program_facts
+from conformance.races.kernels import copying_kernels
 from conformance.target import Declined, Target, calls_of
 from conformance.variants import variant_inputs, variants_of
 
 # Beyond this, running an unoptimised program takes longer than optimising it would have (measured on two CPU cores).
 _MANY_LOGITS = 4_000_000
+
+# What JAX says of a Pallas kernel that is to be compiled for a CPU.
+_NOT_INTERPRETED = "Only interpret mode is supported on CPU backend"
 
 Report = Callable[[str], None]
 
@@ -67,7 +71,14 @@ def execute(
     mesh = mesh_of(case.problem, jax.devices())
     setting = Setting(target, case.problem, mesh, calls_of(target.description, case), checks)
     with jax.default_matmul_precision(case.problem.precision):
-        return _execute_supported(setting, case, report)
+        message, arrays = _execute_supported(setting, case, report)
+        if _NOT_INTERPRETED not in message.get("raised", {}).get("message", ""):
+            return message, arrays
+        from jax.experimental.pallas import tpu as pltpu  # it takes a second, and few targets need it
+
+        # Kernels for TPUs that their author compiles only: on CPU, all of the case runs interpreted.
+        with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams()):
+            return _execute_supported(setting, case, report)
 
 
 def _execute_supported(setting: Setting, case: Case, report: Report) -> tuple[Named, dict[str, np.ndarray]]:
@@ -84,6 +95,7 @@ def _execute_supported(setting: Setting, case: Case, report: Report) -> tuple[Na
         if "raised" in message:
             return message, arrays
         for further in (
+            _races(setting, program, draws, report),
             further_facts(setting, case, draws[0], report),
             _other_programs(setting, case, draws[0], report),
         ):
@@ -98,6 +110,20 @@ def _other_programs(setting: Setting, case: Case, arrays: Named, report: Report)
         return {}, {}
     report("calling other problems, then this one again")
     return other_programs(setting, case, arrays, lambda other, inputs: _placed(other, _taken(other, inputs)))
+
+
+def _races(
+    setting: Setting, program: Program, draws: list[Named], report: Report
+) -> tuple[Named, dict[str, np.ndarray]]:
+    if "races" not in setting.checks:
+        return {}, {}
+    kernels = copying_kernels(program.traced)
+    if not kernels:
+        return {"races": {"kernels": []}}, {}
+    from conformance.races.program import race_facts  # imports Pallas for TPUs, which takes a second
+
+    facts, arrays = race_facts(setting, draws, kernels, report)
+    return {"races": facts}, arrays
 
 
 def _forward_alone(

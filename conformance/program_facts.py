@@ -59,7 +59,7 @@ def program_facts(traced: Any, compiled: Any, cotangents: Sequence[bool]) -> dic
         "compiled": in_hlo,
         "traced": [_collective(at) for at in equations if at.equation.primitive.name in _KINDS],
         "narrow_sums": _narrow_sums_by_tensor(traced, cotangents),
-        "remote_copies": sum(_is_remote_copy(at.equation) for at in equations),
+        "remote_copies": sum(is_remote_copy(at.equation) for at in equations),
     }
 
 
@@ -108,6 +108,14 @@ def matmul_flops(equations: Iterable[Reached]) -> int:
     return total
 
 
+def is_remote_copy(equation: Any) -> bool:
+    """A kernel's DMA that names another device: `dma_start` keeps its operands as a tree whose last leaf is that."""
+    if equation.primitive.name != "dma_start":
+        return False
+    operands = jax.tree.unflatten(equation.params["tree"], equation.invars)
+    return operands[-1] is not None
+
+
 def _narrow_sums_by_tensor(traced: Any, cotangents: Sequence[bool]) -> list[list[str]]:
     """[tensor, how] of the results that are made of narrow sums; results are named "call/dkey"."""
     paths, _ = jax.tree_util.tree_flatten_with_path(traced.out_info)
@@ -132,14 +140,6 @@ def _collective(at: Reached) -> dict[str, Any]:
         "trips": at.trips,
         "phase": at.phase,
     }
-
-
-def _is_remote_copy(equation: Any) -> bool:
-    """A kernel's DMA that names another device: `dma_start` keeps its operands as a tree whose last leaf is that."""
-    if equation.primitive.name != "dma_start":
-        return False
-    operands = jax.tree.unflatten(equation.params["tree"], equation.invars)
-    return operands[-1] is not None
 
 
 def _is_loop(equation: Any) -> bool:

@@ -43,6 +43,7 @@ class CaseResult:
     """What one target did on one case. `shares` is by (check, tensor); `reason` says why declined or inconclusive.
 
     `known` are issues that are known of the target and that the case showed; they are not among the findings.
+    `no_question` and `cannot_ask`: the reasons of checks that had nothing to ask, or could not, by the check's name.
     """
 
     case: Case
@@ -53,6 +54,8 @@ class CaseResult:
     details: tuple[Detail, ...] = ()
     figures: Mapping[str, float] = field(default_factory=dict)
     known: tuple[KnownIssue, ...] = ()
+    no_question: Mapping[str, str] = field(default_factory=dict)
+    cannot_ask: Mapping[str, str] = field(default_factory=dict)
 
 
 class Session:
@@ -201,14 +204,19 @@ class Session:
         findings: list[Finding] = []
         details: list[Detail] = []
         figures: dict[str, float] = {}
+        no_question: dict[str, str] = {}
+        cannot_ask: dict[str, str] = {}
         for name in self._asked(case):
             outcome = CHECKS[name].run(evidence)
+            no_question |= {name: outcome.no_question} if outcome.no_question else {}
+            cannot_ask |= {name: outcome.cannot_ask} if outcome.cannot_ask else {}
             shares |= {(name, tensor): share for tensor, share in outcome.shares.items()}
             findings.extend(outcome.findings)
             details.extend(outcome.details)
             figures |= outcome.figures
         status = FINDING if findings else CONFORMS
-        return CaseResult(case, status, tuple(findings), shares, details=tuple(details), figures=figures)
+        result = CaseResult(case, status, tuple(findings), shares, details=tuple(details), figures=figures)
+        return dataclasses.replace(result, no_question=no_question, cannot_ask=cannot_ask)
 
     def _without_known(self, result: CaseResult) -> CaseResult:
         known = tuple(issue for issue in self.known_issues if any(map(issue.explains, result.findings)))
@@ -248,7 +256,7 @@ def _require_complete(evidence: Evidence) -> None:
     if "raised" in evidence.message or "broken" in evidence.message:
         return
     arrays: Mapping[str, np.ndarray] = evidence.arrays
-    # Those of further programs are asked for by the checks remat and invariance themselves.
-    of_the_case = {name for name in arrays if not name.startswith(("remat/", "other_", "alone/"))}
+    # Those of further programs are asked for by the checks remat, invariance and races themselves.
+    of_the_case = {name for name in arrays if not name.startswith(("remat/", "other_", "alone/", "races/"))}
     if missing := expected_names(evidence) ^ of_the_case:
         raise HarnessError(f"the worker's outputs are not the ones owed: {sorted(missing)} on {evidence.case_text}")

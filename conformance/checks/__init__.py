@@ -11,13 +11,14 @@ from conformance.checks import (
     gradients,
     invariance,
     output,
+    races,
     remat,
     residuals,
     visibility,
     work,
 )
 from conformance.checks.outcome import Check, Outcome
-from conformance.designated import asks_errors, asks_lse, asks_remat, asks_work
+from conformance.designated import asks_errors, asks_lse, asks_races, asks_remat, asks_work
 from conformance.problem import DTYPES
 
 _ROUNDED = ("float32", "bfloat16")
@@ -37,6 +38,7 @@ CHECKS: dict[str, Check] = {
         work.TENSORS, work.check, DTYPES, asks_work, is_claimed=lambda target: target.communication == "halo"
     ),
     "remat": Check(remat.TENSORS, remat.check, DTYPES, asks_remat),
+    "races": Check(races.TENSORS, races.check, _ROUNDED, asks_races),
     "errors": Check(errors.TENSORS, errors.check, DTYPES, asks_errors),
 }
 """By the name that `--checks` takes, in the order of the verdict table."""

@@ -36,13 +36,16 @@ class Outcome:
     """`shares` has one entry for each tensor that was looked at: the largest error as a share of its allowance.
 
     A tensor without numbers (the contract's) has share 0 when it holds. What is not in `shares` was not tried.
-    `figures` are numbers to report that no verdict depends on, by what they say.
+    `figures` are numbers to report that no verdict depends on, by what they say. `no_question`: why there was
+    nothing to ask of this target; `cannot_ask`: why there was, and it could not be tried.
     """
 
     shares: Mapping[str, float] = field(default_factory=dict)
     findings: tuple[Finding, ...] = ()
     details: tuple[Detail, ...] = ()
     figures: Mapping[str, float] = field(default_factory=dict)
+    no_question: str = ""
+    cannot_ask: str = ""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from rich.text import Text
 from conformance.case_text import parse_case
 from conformance.devices import DEFAULT_DEVICES
 from conformance.finding import Finding, plain
-from conformance.report.verdict import Cell, TargetVerdict, verdict_of
+from conformance.report.verdict import NO_QUESTION, Cell, TargetVerdict, verdict_of
 from conformance.runner import Run
 from conformance.session import CONFORMS, DECLINED, FINDING
 
@@ -83,6 +83,8 @@ def _table(verdicts: list[TargetVerdict]) -> Table:
     for verdict in verdicts:
         table.add_column(Text(verdict.name))
     for cells in zip(*(verdict.cells for verdict in verdicts), strict=True):
+        if all(cell.status == NO_QUESTION for cell in cells):
+            continue  # said once, below: a row for each tensor would only be in the way
         table.add_row(cells[0].check, cells[0].tensor, *map(_cell_text, cells))
     table.add_section()
     table.add_row("cases", "", *(Text(_counts(verdict)) for verdict in verdicts))

@@ -15,7 +15,7 @@ from conformance.problem import Case
 from conformance.runner import Run, TargetRun
 from conformance.session import CONFORMS, DECLINED, FINDING, INCONCLUSIVE
 
-NOT_TRIED, NOT_CLAIMED = "not tried", "not claimed"
+NOT_TRIED, NOT_CLAIMED, NO_QUESTION = "not tried", "not claimed", "nothing to ask"
 EXIT_CONFORMS, EXIT_FINDING, EXIT_CANNOT_START, EXIT_HARNESS_FAILED, EXIT_INCONCLUSIVE, EXIT_INTERRUPTED = (
     0,
     1,
@@ -97,6 +97,10 @@ def _cell(target: TargetRun, check: str, tensor: str) -> Cell:
         status = NOT_CLAIMED
     elif shares:
         status = CONFORMS
+    elif any(check in result.cannot_ask for result in target.all_results):
+        status = DECLINED
+    elif any(check in result.no_question for result in target.all_results):
+        status = NO_QUESTION
     elif any(result.status == DECLINED and _has(target, result.case, check, tensor) for result in target.all_results):
         status = DECLINED
     else:
@@ -108,6 +112,9 @@ def _doubts(target: TargetRun, run: Run, counts: dict[str, int], cells: tuple[Ce
     """Why the absence of findings says nothing."""
     doubts: list[str] = []
     done = len(target.results)
+    asked = [check for check in run.plan.check_names if check != "contract"]
+    if done and asked and all(cell.status == NO_QUESTION for cell in cells if cell.check in asked):
+        doubts.append("nothing was asked but whether it answers: no verdict")
     if not done:
         doubts.append("nothing ran: no verdict")
     elif counts[DECLINED] == len(target.all_results):
@@ -137,6 +144,13 @@ def _limits(target: TargetRun, run: Run, counts: dict[str, int]) -> list[str]:
         )
     if run.plan.num_hosts > 1 and any(problem.sinks for problem in taken):
         limits.append("dsinks is not compared over several hosts")
+    silent = {
+        check: why
+        for result in target.all_results
+        for check, why in {**result.no_question, **result.cannot_ask}.items()
+    }
+    shown_by = {check for result in target.all_results for check, _ in result.shares}
+    limits += [f"{check}: {why}" for check, why in silent.items() if check not in shown_by]
     if target.stopped:
         limits.append(f"stopped early: {target.stopped}")
     if of.changed_on_import:
@@ -160,7 +174,7 @@ def _limits(target: TargetRun, run: Run, counts: dict[str, int]) -> list[str]:
 
 def _is_owed(target: TargetRun, cell: Cell) -> bool:
     """Whether a case that the target took has the tensor, for this check, and the target claims it."""
-    if not CHECKS[cell.check].is_claimed(target.description):
+    if not CHECKS[cell.check].is_claimed(target.description) or cell.status == NO_QUESTION:
         return False
     taken = (result.case for result in target.all_results if result.status != DECLINED)
     return any(_has(target, case, cell.check, cell.tensor) for case in taken)

@@ -248,6 +248,7 @@ def test_cells_stand_in_the_order_of_the_checks() -> None:
         *(("collectives", tensor) for tensor in ("forward", "backward")),
         *(("work", tensor) for tensor in ("flops", "memory", "program", "loops")),
         *(("remat", tensor) for tensor in ("program", "out", "dquery", "dkey", "dvalue", "dsinks")),
+        *(("races", tensor) for tensor in ("kernel", "out", "dquery", "dkey", "dvalue", "dsinks")),
         *(("errors", tensor) for tensor in ("window", "heads", "sequence", "segment_ids")),
     ], "one cell a check and tensor"
 
