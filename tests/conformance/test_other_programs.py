@@ -44,7 +44,7 @@ def test_a_few_cases_of_a_list_are_designated_and_no_shrunk_one() -> None:
 )
 def test_a_neighbour_has_another_window_or_more_heads_and_all_else_alike(text: str, window: tuple) -> None:
     case = parse_case(text)
-    other_window, more_heads = neighbours_of(case)
+    other_window, more_heads, *_ = neighbours_of(case)
     assert other_window.problem.window == window, "all shapes alike"
     assert other_window.replace(sliding_window_size=None, window=case.problem.window) == case.replace(
         sliding_window_size=None, window=case.problem.window
@@ -52,6 +52,23 @@ def test_a_neighbour_has_another_window_or_more_heads_and_all_else_alike(text: s
     heads = (more_heads.problem.num_query_heads, more_heads.problem.num_kv_heads)
     assert heads == (2 * case.problem.num_query_heads, 2 * case.problem.num_kv_heads), "twice the heads"
     assert more_heads.problem.window == case.problem.window, "the same window"
+
+
+@pytest.mark.parametrize(
+    ("text", "windows"),
+    [
+        ("v=1 seq_len=16 sliding_window_size=5 context_parallelism=4", [(8, 0)]),
+        ("v=1 seq_len=16 window=5,2 context_parallelism=4", [(9, 2)]),
+        ("v=1 seq_len=16 sliding_window_size=5 context_parallelism=4 layout=dual_chunk_swap", [(6, 0)]),
+        ("v=1 seq_len=16 sliding_window_size=12 context_parallelism=4", [(15, 0)]),
+        ("v=1 seq_len=16 sliding_window_size=13 context_parallelism=4", []),
+        ("v=1 seq_len=16 sliding_window_size=5 context_parallelism=1", []),
+        ("v=1 seq_len=16 window=none,none context_parallelism=4", []),
+    ],
+)
+def test_a_third_neighbour_reads_one_chunk_more_where_there_is_one(text: str, windows: list[tuple[int, int]]) -> None:
+    _, _, *further = neighbours_of(parse_case(text))
+    assert [case.problem.window for case in further] == windows, "as many keys more as a chunk has"
 
 
 @pytest.mark.parametrize(
