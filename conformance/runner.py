@@ -69,6 +69,8 @@ class TargetRun:
     smallest: dict[str, Finding] = field(default_factory=dict)
     stopped: str = ""
     beyond_list: list[CaseResult] = field(default_factory=list)
+    num_drawn: int = 0
+    """How many of those hypothesis drew."""
 
     @property
     def all_results(self) -> list[CaseResult]:
@@ -181,11 +183,12 @@ def _steer(state: Run, sessions: Sequence[Session], progress: Progress, database
 
     def note(session: Session, result: CaseResult) -> None:
         targets[session].beyond_list.append(result)
+        targets[session].num_drawn += 1
         _note_findings(targets[session], result, progress)
 
     steering = Steering(sessions, database / "examples", state.plan.devices.count, ends_at, note)
     steering.run(state.plan.steering_seed)
-    drawn = max((len(target.beyond_list) for target in state.targets), default=0)
+    drawn = max((target.num_drawn for target in state.targets), default=0)
     progress(f"hypothesis drew {drawn} cases; {steering.num_luck} excesses did not show again on other data")
     if missed := sorted(set(EVENTS) - set(steering.events)):
         progress(f"events that none of them reached: {', '.join(missed)}")

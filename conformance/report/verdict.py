@@ -121,6 +121,8 @@ def _doubts(target: TargetRun, run: Run, counts: dict[str, int], cells: tuple[Ce
         doubts.append("declined every case: no verdict")
     if done < len(run.plan.covering):
         doubts.append(f"the covering list is unfinished: {done} of {len(run.plan.covering)} cases")
+    if run.plan.database is not None and not target.num_drawn:
+        doubts.append("hypothesis drew no case before the time was up")
     if counts[INCONCLUSIVE]:
         doubts.append(f"{counts[INCONCLUSIVE]} cases were lost once and passed when run again alone")
     owed = (cell for cell in cells if not cell.cases and _is_owed(target, cell))

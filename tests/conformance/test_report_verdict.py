@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -117,6 +119,15 @@ def test_a_finding_counts_the_cases_of_the_kinds_that_it_explains(finding: Calla
 def test_what_leaves_the_question_open_is_inconclusive_and_said(run: Run, remark: str) -> None:
     assert _status(run) == (INCONCLUSIVE, 4), "never conforms"
     assert remark in _remarks(run), "and why"
+
+
+def test_a_night_in_which_hypothesis_drew_nothing_does_not_conform(tmp_path: Path) -> None:
+    run = _run(_passed(_SINKS), _passed(_PLAIN))
+    run.plan = dataclasses.replace(run.plan, database=tmp_path, seconds=0.0)
+    assert _status(run) == (INCONCLUSIVE, 4), "a tier that tried nothing has failed"
+    assert _remarks(run).startswith("hypothesis drew no case before the time was up"), "and why"
+    run.targets[0].num_drawn = 1
+    assert _status(run) == (CONFORMS, 0), "one is no silence"
 
 
 def test_a_run_without_targets_does_not_conform() -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from conformance import lanes, runner
+from conformance import lanes, runner, steering
 from conformance.case_text import format_case, parse_case
 from conformance.devices import Devices
 from conformance.finding import Finding
@@ -307,6 +308,28 @@ def test_the_case_of_a_known_issue_is_run_every_time_and_must_show_it(
     assert len(target.results) == 2, "which is not changed"
     stale = [finding.signature for finding in target.smallest.values()]
     assert stale == ([] if shown else ["a known issue no longer fails: is wrong"]), "silence would hide a new fault"
+
+
+@pytest.mark.parametrize("draws", [0, 2])
+def test_what_hypothesis_drew_is_counted_and_told_apart_from_the_list(
+    job: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, draws: int
+) -> None:
+    class Scripted(steering.Steering):
+        def run(self, first_seed: int) -> None:
+            for session in self._sessions:
+                for seed in range(draws):
+                    self._note(session, _found(_CASES[0].replace(seed=first_seed + seed), "drawn"))
+
+    monkeypatch.setattr(steering, "Steering", Scripted)
+    for name in ("STORAGE_DIRECTORY", "EXPERIMENTAL_OBSERVABILITY", "EXPERIMENTAL_OBSERVABILITY_NOCOVER"):
+        monkeypatch.setenv(f"HYPOTHESIS_{name}", "")  # is then left as it is
+    state, _, lines = job(
+        _CASES[:1], a=_conforms, database=tmp_path, seconds=0.0, steering_seed=7, shrink_findings=False
+    )
+    (target,) = state.targets
+    assert (len(target.results), target.num_drawn, len(target.beyond_list)) == (1, draws, draws), "beside the list"
+    assert [finding.signature for finding in target.smallest.values()] == ["drawn"] * min(draws, 1), "a kind is a kind"
+    assert any(line.startswith(f"hypothesis drew {draws} cases") for line in lines), "and the run says how many"
 
 
 def test_a_plan_is_plain_data() -> None:
