@@ -12,7 +12,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-$(PYTHON_VERSION)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS)
 
-.PHONY: setup conformance selftest test test-slow lint mutation clean
+.PHONY: setup conformance selftest test test-slow lint mutation mutation-impl clean
 
 setup: $(STAMP)
 
@@ -52,6 +52,10 @@ mutation: setup
 	$(PIP) --no-build-isolation --editable '.[mutation]'
 	$(BIN)/mutmut run
 	$(BIN)/mutmut results
+
+# Changes the implementations in some 700 small ways, one at a time, and puts each to the checks: hours.
+mutation-impl: setup
+	$(BIN)/python bench/mutate_impl.py
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache .import_linter_cache .hypothesis .coverage*
