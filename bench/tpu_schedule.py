@@ -111,28 +111,27 @@ def _pallas_halo(model: str, kernel: str) -> tuple[Callable[..., Any], list[tupl
     num_query_heads, num_kv_heads, dim = MODELS[model]
     group, blocks = num_query_heads // num_kv_heads, Blocks.fitting(ROWS, WINDOW - 1)
     outer = -(-(WINDOW - 1) // blocks.block)
-    inner = ROWS // blocks.block - outer
-    band = Band(WINDOW - 1, blocks.block, blocks.tile, outer, inner, num_kv_heads, num_kv_heads, group)
+    inner, final = ROWS // blocks.block - outer, (ROWS - WINDOW + 1) // blocks.block
+    band = Band(WINDOW - 1, blocks.block, blocks.tile, outer, inner, num_kv_heads, num_kv_heads, group, final)
     config = KernelConfig((WINDOW - 1, 0), dim**-0.5)
-    queries, keys = (num_kv_heads, group, ROWS, dim), (num_kv_heads, ROWS, dim)
     narrow, wide = jnp.bfloat16, jnp.float32
-    shapes = [((1,), jnp.int32), (queries, narrow), (keys, narrow), (keys, narrow)]
+    queries, keys = ((num_kv_heads, group, ROWS, dim), narrow), ((num_kv_heads, ROWS, dim), narrow)
+    rows, tail = (queries[0][:3], wide), ((num_kv_heads, outer * blocks.block, dim), wide)
+    shapes = [((1,), jnp.int32), queries, keys, keys]
     steps = BLOCK / (blocks.block * group)
 
     def forward(lowest: Any, query: Any, key: Any, value: Any) -> Any:
         return band_forward(BandOperands(query, key, value, None, None, lowest), band, config)
 
     def backward(lowest: Any, query: Any, key: Any, value: Any, *rest: Any) -> Any:
-        operands, into = (
-            BandOperands(query, key, value, None, None, lowest),
-            BackwardResult(rest[3], rest[4], rest[5], None, None),
-        )
-        return band_backward(operands, BandCotangents(*rest[:3]), band, config, into)
+        dout, lse, dlse, out, dquery, tail_key, tail_value = rest
+        operands = BandOperands(query, key, value, None, None, lowest)
+        into = BackwardResult(dquery, None, None, tail_key, tail_value, None, None)
+        return band_backward(operands, BandCotangents(dout, lse, dlse, out), band, config, narrow, into)
 
     if kernel.endswith("forward"):
         return forward, shapes, steps
-    rows = (queries[:3], wide)
-    return backward, [*shapes, (queries, narrow), rows, rows, (queries, narrow), (keys, wide), (keys, wide)], steps
+    return backward, [*shapes, queries, rows, rows, queries, queries, tail, tail], steps
 
 
 def _splash(model: str, kernel: str) -> tuple[Callable[..., Any], list[tuple[tuple[int, ...], Any]], float]:

@@ -6,6 +6,7 @@ Tested in tests/impl/test_strategies.py, test_halo.py and test_aot.py.
 """
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -121,7 +122,7 @@ def _on_spans(
             key_ids[index],
             operands.sinks,
         )
-        rows = () if cotangents is None else (RowCotangents(*(array[:, queries] for array in cotangents)),)
+        rows = () if cotangents is None else (jax.tree.map(operator.itemgetter((slice(None), queries)), cotangents),)
         results.append(kernel(call, *rows, layer, span.key_offset(plan.key_runs[span.slot].rows_before)))
     return results
 

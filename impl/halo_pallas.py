@@ -6,6 +6,7 @@ writes into the other's result. Tested in tests/impl/test_pallas_halo.py and tes
 
 import functools
 from collections.abc import Sequence
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,8 @@ from impl.layer import Layer
 from impl.local_attention import tensor_shard
 from impl.strategy import Operands, Received, Strategy
 
+Rows = TypeVar("Rows")
+
 
 def _forward(operands: Operands, layer: Layer) -> tuple[Array, Array, Received]:
     send = functools.partial(exchange.exchange, plan=_plan(layer), axis_name=layer.context_axis)
@@ -42,7 +45,7 @@ def _forward(operands: Operands, layer: Layer) -> tuple[Array, Array, Received]:
     for chunk, (boundary, _), result in zip(_chunks(operands, arrived, layer), calls, inner, strict=True):
         whole = band_forward(pallas_halo.band_operands(chunk, boundary), boundary, config, result)
         results.append(pallas_halo.forward_rows(whole, chunk))
-    out, lse = _side_by_side(results)
+    out, lse = (_joined(parts) for parts in zip(*results, strict=True))
     # Not `received`: what the backward prepares of it could otherwise be waited for before the interior runs.
     return out, lse, arrived
 
@@ -52,14 +55,13 @@ def _backward(operands: Operands, received: Received, cotangents: RowCotangents,
     chunks = _chunks(operands, received, layer)
     calls = _calls(chunks, layer)
     rows = [
-        pallas_halo.band_cotangents(RowCotangents(*slots), boundary)
-        for slots, (boundary, _) in zip(
-            zip(*(_slots(array, plan) for array in cotangents), strict=True), calls, strict=True
-        )
+        pallas_halo.band_cotangents(chunk_cotangents, boundary)
+        for chunk_cotangents, (boundary, _) in zip(_slots(cotangents, plan), calls, strict=True)
     ]
+    final_dtype = accumulation_dtype(operands.key.dtype) if _summed_later(layer) else operands.key.dtype
     # The boundary's kernels run first, so that the gradients of its halo travel home while the interior's run.
     results = [
-        band_backward(pallas_halo.band_operands(chunk, boundary), chunk_rows, boundary, config)
+        band_backward(pallas_halo.band_operands(chunk, boundary), chunk_rows, boundary, config, final_dtype)
         for chunk, (boundary, _), chunk_rows in zip(chunks, calls, rows, strict=True)
     ]
     halo = [pallas_halo.halo_gradients(result, chunk, config) for result, chunk in zip(results, chunks, strict=True)]
@@ -67,22 +69,22 @@ def _backward(operands: Operands, received: Received, cotangents: RowCotangents,
     results = [
         result
         if interior is None
-        else band_backward(pallas_halo.band_operands(chunk, interior), chunk_rows, interior, config, result)
+        else band_backward(
+            pallas_halo.band_operands(chunk, interior), chunk_rows, interior, config, final_dtype, result
+        )
         for chunk, (_, interior), chunk_rows, result in zip(chunks, calls, rows, results, strict=True)
     ]
     results, arrived = lax.optimization_barrier((results, arrived))
-    dquery, *own = _side_by_side(
-        [pallas_halo.own_gradients(result, chunk, config) for result, chunk in zip(results, chunks, strict=True)]
-    )
+    own = [pallas_halo.own_key_gradients(result, chunk, config) for result, chunk in zip(results, chunks, strict=True)]
     dkey, dvalue = (
-        exchange.add_arrived(_collapsed(rows, keys, layer) + share, home, plan)
-        for rows, keys, share, home in zip(own, (operands.key, operands.value), own_share, arrived, strict=True)
+        _whole_key_gradient(parts, exchange.add_arrived(share, home, plan), keys, layer)
+        for *parts, keys, share, home in zip(*own, operands[1:3], own_share, arrived, strict=True)
     )
-    lse = jnp.where(jnp.isneginf(cotangents.lse), pallas_halo.NO_ROW_LSE, cotangents.lse)
-    return LocalGradients(dquery, dkey, dvalue, sink_gradient(operands.sinks, lse, cotangents.delta))
+    queries = [pallas_halo.query_gradient(result, chunk) for result, chunk in zip(results, chunks, strict=True)]
+    return LocalGradients(_joined(queries), dkey, dvalue, _sink_gradient(operands, cotangents))
 
 
-STRATEGY = Strategy(_forward, _backward)
+STRATEGY = Strategy(_forward, _backward, adds_out=True)
 
 
 def _plan(layer: Layer) -> HaloPlan:
@@ -100,12 +102,13 @@ def _chunks(operands: Operands, received: Received, layer: Layer) -> list[ChunkR
     """Each of a rank's chunks beside its halo."""
     plan, rank = _plan(layer), lax.axis_index(layer.context_axis)
     ids = operands.segment_ids
-    whole = [operands.query, *(_expanded(rows, layer) for rows in (operands.key, operands.value))]
+    whole = (operands.query, *(_expanded(rows, layer) for rows in (operands.key, operands.value)))
+    own = _slots(whole, plan)
     halos = [_halos(own, rows, layer) for own, rows in zip(operands[1:3], received[:2], strict=True)]
     slots = range(len(plan.key_runs))
     return [
         ChunkRows(
-            *(_slots(rows, plan)[slot] for rows in whole),
+            *own[slot],
             *(rows[slot] for rows in halos),
             first_position=exchange.chunk_positions(plan, slot, rank)[0],
             segment_ids=None if ids is None else _slots(ids, plan)[slot],
@@ -139,6 +142,39 @@ def _sent_home(
     return own_shares, arrived
 
 
+def _summed_later(layer: Layer) -> bool:
+    """Whether something is added to gradients of keys that are complete: those of copied kv heads, and other ranks'."""
+    replicated = layer.tensor_axis is not None and not layer.heads.kv_sharded
+    return replicated or not layer.heads.aligned or layer.ulysses_axis is not None
+
+
+def _whole_key_gradient(
+    parts: Sequence[pallas_halo.OwnKeyGradient], owed: Array, selected: Array, layer: Layer
+) -> Array:
+    """All chunks' gradients of their keys, and `owed` to them. Nothing is owed to rows before a chunk's tail, so that
+    these, nearly all, are not touched again."""
+    gradients = []
+    for part, (share, own) in zip(parts, _slots((owed, selected), _plan(layer)), strict=True):
+        first = share.shape[1] - part.tail.shape[1]
+        tail = _collapsed(part.tail, own[:, first:], layer) + share[:, first:]
+        if part.final is None:
+            gradients.append(tail)
+        else:
+            final = _collapsed(part.final, own, layer)
+            gradients.append(lax.dynamic_update_slice_in_dim(final, tail.astype(final.dtype), first, axis=1))
+    return _joined(gradients)
+
+
+def _sink_gradient(operands: Operands, cotangents: RowCotangents) -> Array | None:
+    if operands.sinks is None:
+        return None
+    lse = jnp.where(jnp.isneginf(cotangents.lse), pallas_halo.NO_ROW_LSE, cotangents.lse)
+    delta = cotangents.delta
+    if cotangents.out is not None:
+        delta = delta + jnp.sum(cotangents.dout.astype(lse.dtype) * cotangents.out.astype(lse.dtype), axis=-1)
+    return sink_gradient(operands.sinks, lse, delta)
+
+
 def _expanded(rows: Array, layer: Layer) -> Array:
     return heads.expand(rows, layer.heads, tensor_shard(layer))
 
@@ -152,10 +188,13 @@ def _collapsed(gradient: Array, selected: Array, layer: Layer) -> Array:
     return collapsed
 
 
-def _slots(rows: Array, plan: HaloPlan) -> list[Array]:
-    return jnp.split(rows, len(plan.key_runs), axis=1)
+def _slots(rows: Rows, plan: HaloPlan) -> list[Rows]:
+    """Arrays of a rank's rows, chunk by chunk."""
+    count = len(plan.key_runs)
+    parts = jax.tree.map(lambda array: jnp.split(array, count, axis=1), rows)
+    return jax.tree.transpose(jax.tree.structure(rows), jax.tree.structure([0] * count), parts)
 
 
-def _side_by_side(parts: Sequence[Sequence[Array]]) -> list[Array]:
-    """The chunks' rows in the rank's order, array by array."""
-    return [arrays[0] if len(arrays) == 1 else jnp.concatenate(arrays, axis=1) for arrays in zip(*parts, strict=True)]
+def _joined(parts: Sequence[Array]) -> Array:
+    """The chunks' rows in the rank's order."""
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)

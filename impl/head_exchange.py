@@ -46,7 +46,7 @@ def with_head_exchange(inner: Strategy, over: Literal["context", "ulysses"]) -> 
         ids, *other_ids = received.segment_ids or (None,)
         exchanged = Operands(query, key, value, ids, _sinks_of_shard(operands.sinks, layer, over))
         rest = Received(tuple(keys), tuple(values), tuple(other_ids), tuple(queries))
-        rows = RowCotangents(*(_scatter_heads(array, axis) for array in cotangents))
+        rows = jax.tree.map(lambda array: _scatter_heads(array, axis), cotangents)
         gradients = inner.backward(exchanged, rest, rows, _inner_layer(layer, over))
         return LocalGradients(
             dquery=_gather_heads(gradients.dquery.astype(operands.query.dtype), axis),

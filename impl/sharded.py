@@ -56,7 +56,7 @@ def _attention_backward(strategy: Strategy, layer: Layer, mesh: Mesh, residuals,
     specs = _operand_specs(operands, layer)
 
     def rank_backward(operands: Operands, received: Received, result, cotangents) -> LocalGradients:
-        rows = _row_cotangents(result, cotangents)
+        rows = (_raw_cotangents if strategy.adds_out else _row_cotangents)(result, cotangents)
         gradients = strategy.backward(_selected(operands, layer), received, rows, layer)
         return _summed_over_mesh(gradients, operands, layer)
 
@@ -99,6 +99,11 @@ def _row_cotangents(result: tuple[Array, Array], cotangents: tuple[Array, Array]
     (out, lse), (dout, dlse) = result, cotangents
     delta = jnp.sum(dout.astype(lse.dtype) * out.astype(lse.dtype), axis=-1) - dlse
     return RowCotangents(dout, lse, delta)
+
+
+def _raw_cotangents(result: tuple[Array, Array], cotangents: tuple[Array, Array]) -> RowCotangents:
+    (out, lse), (dout, dlse) = result, cotangents
+    return RowCotangents(dout, lse, -dlse, out)
 
 
 def _operand_specs(operands: Operands, layer: Layer) -> Any:

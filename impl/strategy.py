@@ -36,8 +36,11 @@ class Strategy(NamedTuple):
 
     forward(operands, layer) -> (out, lse, received), out in the accumulation dtype.
     backward(operands, received, cotangents, layer) -> LocalGradients for this rank's own rows, in the accumulation
-        dtype, everything that other ranks owe them included; dsinks is this rank's share.
+        dtype, everything that other ranks owe them included; dsinks is this rank's share. What nothing is added to any
+        more may have been rounded to the inputs' dtype.
+    adds_out: whether the backward takes `cotangents.out`, and adds its share to delta itself.
     """
 
     forward: Callable[[Operands, Layer], tuple[Array, Array, Received]]
     backward: Callable[[Operands, Received, RowCotangents, Layer], LocalGradients]
+    adds_out: bool = False

@@ -4,6 +4,7 @@ Communication is `lax.all_to_all` along the context axis (head_exchange.py). kv 
 rank that reads them. Tested in tests/impl/test_strategies.py.
 """
 
+import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array
@@ -30,7 +31,7 @@ def _forward(operands: Operands, layer: Layer) -> tuple[Array, Array, Received]:
 
 def _backward(operands: Operands, received: Received, cotangents: RowCotangents, layer: Layer) -> LocalGradients:
     del received
-    rows = RowCotangents(*(_restored(array, layer) for array in cotangents))
+    rows = jax.tree.map(lambda array: _restored(array, layer), cotangents)
     gradients = local_attention.backward(_in_position_order(operands, layer), rows, layer, key_offset=0)
     return gradients._replace(
         dquery=_reordered(gradients.dquery, layer),

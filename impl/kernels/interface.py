@@ -35,11 +35,14 @@ class RowCotangents(NamedTuple):
 
     delta: `Σ dout·out − dlse`, so that dlogits = p · (dout·v − delta) with p = exp(logits − lse); FlashAttention's D
     (arXiv:2205.14135, section B.4), less the cotangent of lse. delta and lse are in the accumulation dtype.
+    out: the layer's result, for strategies that ask for it (strategy.py): delta then lacks `Σ dout·out`, which their
+    kernels add where they read dout anyway.
     """
 
     dout: Float[Array, "batch query_rows num_query_heads value_dim"]
     lse: Float[Array, "batch query_rows num_query_heads"]
     delta: Float[Array, "batch query_rows num_query_heads"]
+    out: Float[Array, "batch query_rows num_query_heads value_dim"] | None = None
 
 
 class LocalGradients(NamedTuple):

@@ -28,7 +28,8 @@ class Band:
 
     left: rows that a query sees before its own. block: rows that a grid step computes and a DMA fetches. tile: rows of
     the square tiles of logits; divides block. first_block, blocks: the query blocks of this call. heads: pairs of batch
-    row and kv head. num_kv_heads, group: kv heads, and query heads that read each.
+    row and kv head. num_kv_heads, group: kv heads, and query heads that read each. final_blocks: key blocks of the
+    chunk, from its first on, to whose gradients nothing is added after this call.
     """
 
     left: int
@@ -39,6 +40,7 @@ class Band:
     heads: int
     num_kv_heads: int
     group: int
+    final_blocks: int = 0
 
     @property
     def steps(self) -> int:
@@ -49,6 +51,11 @@ class Band:
     def blocks_before(self) -> int:
         """Key blocks that a query block sees besides its own."""
         return -(-self.left // self.block)
+
+    @property
+    def tail_blocks(self) -> int:
+        """Key blocks of the chunk, up to this call's last, that are not final."""
+        return self.first_block + self.blocks - self.final_blocks
 
     @property
     def tiles_before(self) -> int:

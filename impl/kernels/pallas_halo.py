@@ -81,10 +81,13 @@ def bands(chunk: ChunkRows, window_left: int, blocks: Blocks) -> tuple[Band, Ban
         num_kv_heads=num_kv_heads,
         group=num_query_heads // num_kv_heads,
     )
+    # Later chunks see the last `window_left` rows, and add to their gradients.
+    final = max(0, min((rows - window_left) // blocks.block, whole.blocks - 1))
     outer = whole.blocks_before
     if outer == 0 or 2 * outer > whole.blocks:
-        return whole, None
-    return replace(whole, blocks=outer), replace(whole, first_block=outer, blocks=whole.blocks - outer)
+        return replace(whole, final_blocks=final), None
+    interior = replace(whole, first_block=outer, blocks=whole.blocks - outer, final_blocks=final)
+    return replace(whole, blocks=outer), interior
 
 
 def band_operands(chunk: ChunkRows, band: Band) -> BandOperands:
@@ -112,12 +115,17 @@ def band_operands(chunk: ChunkRows, band: Band) -> BandOperands:
 def band_cotangents(rows: RowCotangents, band: Band) -> BandCotangents:
     """Cotangents as the kernels want them."""
     after = -rows.lse.shape[1] % band.block
-    lse = jnp.where(jnp.isneginf(rows.lse), NO_ROW_LSE, rows.lse)
-    dout, lse, delta = (
-        heads_first(array, 0, after, fill)
-        for array, fill in ((_in_lanes(rows.dout), 0), (lse, NO_ROW_LSE), (rows.delta, 0))
+
+    def grouped(array: Array, fill: float = 0) -> Array:
+        moved = heads_first(array, 0, after, fill)
+        return moved.reshape(band.heads, band.group, *moved.shape[1:])
+
+    return BandCotangents(
+        dout=grouped(_in_lanes(rows.dout)),
+        lse=grouped(jnp.where(jnp.isneginf(rows.lse), NO_ROW_LSE, rows.lse), NO_ROW_LSE),
+        delta=grouped(rows.delta),
+        out=None if rows.out is None else grouped(_in_lanes(rows.out)),
     )
-    return BandCotangents(*(array.reshape(band.heads, band.group, *array.shape[1:]) for array in (dout, lse, delta)))
 
 
 def forward_rows(result: ForwardResult, chunk: ChunkRows) -> tuple[Array, Array]:
@@ -127,17 +135,41 @@ def forward_rows(result: ForwardResult, chunk: ChunkRows) -> tuple[Array, Array]
     return out[..., : chunk.value.shape[3]].astype(jnp.float32), lse
 
 
-def own_gradients(result: BackwardResult, chunk: ChunkRows, config: KernelConfig) -> tuple[Array, Array, Array]:
-    """(dquery, dkey, dvalue) of the chunk's own rows, rows first, in float32; dquery has been rounded by the kernel."""
-    batch, rows = chunk.query.shape[:2]
+def query_gradient(result: BackwardResult, chunk: ChunkRows) -> Array:
+    """dquery, rows first, in float32; the kernel has rounded it."""
+    batch, rows, _, head_dim = chunk.query.shape
     dquery = rows_first(result.dquery.reshape(-1, *result.dquery.shape[2:]), batch, 0, rows)
-    dkey, dvalue = (rows_first(gradient, batch, 0, rows) for gradient in (result.dkey, result.dvalue))
-    head_dim, value_dim = chunk.query.shape[3], chunk.value.shape[3]
-    return (
-        dquery[..., :head_dim].astype(jnp.float32),
-        dkey[..., :head_dim] * config.scale,
-        dvalue[..., :value_dim],
-    )
+    return dquery[..., :head_dim].astype(jnp.float32)
+
+
+class OwnKeyGradient(NamedTuple):
+    """Gradient of the chunk's own keys, or values, rows first. final: in the dtype asked for; undefined from the tail
+    on, None where the tail is everything. tail: the last rows', to which other chunks add, in float32.
+    """
+
+    final: Float[Array, "batch rows num_kv_heads dim"] | None
+    tail: Float[Array, "batch tail_rows num_kv_heads dim"]
+
+
+def own_key_gradients(
+    result: BackwardResult, chunk: ChunkRows, config: KernelConfig
+) -> tuple[OwnKeyGradient, OwnKeyGradient]:
+    """Of keys and of values."""
+    batch, rows = chunk.key.shape[:2]
+    gradients = []
+    for final, tail, own, scale in (
+        (result.dkey, result.dtail_key, chunk.key, config.scale),
+        (result.dvalue, result.dtail_value, chunk.value, 1),
+    ):
+        dim = own.shape[3]
+        tail_rows = rows if final is None else rows - (final.shape[1] - tail.shape[1])
+        gradients.append(
+            OwnKeyGradient(
+                None if final is None else rows_first(final, batch, 0, rows)[..., :dim],
+                rows_first(tail, batch, 0, tail_rows)[..., :dim] * scale,
+            )
+        )
+    return gradients[0], gradients[1]
 
 
 def halo_gradients(result: BackwardResult, chunk: ChunkRows, config: KernelConfig) -> tuple[Array, Array]:

@@ -6,6 +6,7 @@ Geometry: pallas_blocks.py. Tested in tests/impl/test_pallas_halo.py.
 """
 
 import functools
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -17,8 +18,8 @@ from jaxtyping import Array, Float
 from impl.kernels import pallas_blocks as blocks
 from impl.kernels import pallas_ring as ring_of
 from impl.kernels.interface import KernelConfig
-from impl.kernels.pallas_blocks import HIDDEN, LOG2_E, Band, Mask
-from impl.kernels.pallas_flush import GradientRing, flush_gradients, open_gradients
+from impl.kernels.pallas_blocks import HIDDEN, LANES, LOG2_E, Band, Mask
+from impl.kernels.pallas_flush import GradientRing, Targets, flush_gradients, open_gradients
 from impl.kernels.pallas_halo_forward import BandOperands
 from impl.kernels.pallas_ring import HBM, KeyRing, now
 
@@ -32,17 +33,21 @@ class BandCotangents(NamedTuple):
     dout: Float[Array, "heads group rows value_dim"]
     lse: Float[Array, "heads group rows"]
     delta: Float[Array, "heads group rows"]
+    out: Float[Array, "heads group rows value_dim"] | None = None
 
 
 class BackwardResult(NamedTuple):
-    """dquery in the inputs' dtype, complete; gradients of keys in float32, dkey and dhalo_key not yet scaled.
+    """dquery in the inputs' dtype, complete. dkey and dvalue are complete, scaled and rounded in the band's final
+    blocks, undefined elsewhere; the tail's and the halo's, to which others add, are in float32 and not yet scaled.
 
-    The halo's are None where the call's queries see none.
+    None where a call has no such blocks.
     """
 
     dquery: Float[Array, "heads group rows head_dim"]
-    dkey: Float[Array, "heads rows head_dim"]
-    dvalue: Float[Array, "heads rows value_dim"]
+    dkey: Float[Array, "heads rows head_dim"] | None
+    dvalue: Float[Array, "heads rows value_dim"] | None
+    dtail_key: Float[Array, "heads tail_rows head_dim"]
+    dtail_value: Float[Array, "heads tail_rows value_dim"]
     dhalo_key: Float[Array, "heads halo_rows head_dim"] | None
     dhalo_value: Float[Array, "heads halo_rows value_dim"] | None
 
@@ -52,38 +57,30 @@ def band_backward(
     cotangents: BandCotangents,
     band: Band,
     config: KernelConfig,
+    final_dtype: jnp.dtype,
     into: BackwardResult | None = None,
 ) -> BackwardResult:
-    """Gradients by the band's query blocks, added to those of `into`; rows that neither reaches are undefined."""
+    """Gradients by the band's query blocks: dquery beside that of `into`, those of keys added to its tail."""
     head_dim, value_dim = operands.query.shape[-1], operands.value.shape[-1]
-    ids, halo = operands.segment_ids, operands.halo_key is not None
-    optional = [
-        (operands.halo_key, HBM),
-        (operands.halo_value, HBM),
-        (ids, None if ids is None else ring_of.segment_ids_spec(ids.shape[1], band, now)),
-        *((array, HBM) for array in (() if into is None else into[:3])),
-    ]
-    inputs = [
-        (operands.query, ring_of.query_spec(band, head_dim, now)),
-        (operands.key, HBM),
-        (operands.value, HBM),
-        (cotangents.dout, ring_of.query_spec(band, value_dim, now)),
-        (cotangents.lse, ring_of.row_spec(band, now)),
-        (cotangents.delta, ring_of.row_spec(band, now)),
-        *((array, spec) for array, spec in optional if array is not None),
-    ]
-    shapes = [(operands.query.shape, operands.query.dtype)]
-    keys = (operands.key, operands.value, *((operands.halo_key, operands.halo_value) if halo else ()))
-    shapes += [(array.shape, jnp.dtype(jnp.float32)) for array in keys if array is not None]
-    first_alias = 1 + len(inputs) - 3
+    inputs = _inputs(operands, cotangents, band, into)
+    outputs = _outputs(operands, band, final_dtype)
+    present = [shape for shape in outputs if shape is not None]
+    staged = [(head_dim, final_dtype), (value_dim, final_dtype)] if band.final_blocks else []
+    given = _Given(
+        operands.halo_key is not None,
+        operands.segment_ids is not None,
+        cotangents.out is not None,
+        into is not None,
+        band.final_blocks > 0,
+    )
     with jax.enable_x64(False):
         results = pl.pallas_call(
-            functools.partial(_kernel, band=band, config=config, given=(halo, ids is not None, into is not None)),
+            functools.partial(_kernel, band=band, config=config, given=given),
             grid_spec=pltpu.PrefetchScalarGridSpec(
                 num_scalar_prefetch=1,
                 grid=(band.steps,),
                 in_specs=[spec for _, spec in inputs],
-                out_specs=[ring_of.query_spec(band, head_dim, now), *[HBM] * len(keys)],
+                out_specs=[ring_of.query_spec(band, head_dim, now), *[HBM] * (len(present) - 1)],
                 scratch_shapes=[
                     pltpu.VMEM((band.slots * band.block, head_dim), operands.key.dtype),
                     pltpu.VMEM((band.slots * band.block, value_dim), operands.value.dtype),
@@ -91,21 +88,80 @@ def band_backward(
                     pltpu.VMEM((band.slots * band.block, head_dim), jnp.float32),
                     pltpu.VMEM((band.slots * band.block, value_dim), jnp.float32),
                     pltpu.SemaphoreType.DMA((2, band.slots)),
+                    pltpu.SemaphoreType.DMA((2,)),
+                    *(pltpu.VMEM((band.block, dim), dtype) for dim, dtype in staged),
                 ],
             ),
-            out_shape=[jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes],
-            input_output_aliases={} if into is None else {first_alias + index: index for index in range(3)},
+            out_shape=present,
+            input_output_aliases={} if into is None else {len(inputs) - 2: 0},
             compiler_params=ring_of.compiler_params(),
             cost_estimate=ring_of.cost(band, 3 * head_dim + 2 * value_dim, 1, operands.query.dtype),
             name="pallas_halo_backward",
             interpret=config.interpret,
         )(operands.lowest, *(array for array, _ in inputs))
-    return BackwardResult(*results, *(() if halo else (None, None)))
+    computed = iter(results)
+    return BackwardResult._make(None if shape is None else next(computed) for shape in outputs)
+
+
+def _inputs(
+    operands: BandOperands, cotangents: BandCotangents, band: Band, into: BackwardResult | None
+) -> list[tuple[Array, pl.BlockSpec]]:
+    """What `_kernel` reads, in its order; dquery so far, which is written into, is the third from the end."""
+    head_dim, value_dim = operands.query.shape[-1], operands.value.shape[-1]
+    ids = operands.segment_ids
+    earlier = () if into is None else (into.dquery, into.dtail_key, into.dtail_value)
+    inputs = [
+        (operands.query, ring_of.query_spec(band, head_dim, now)),
+        (operands.key, HBM),
+        (operands.value, HBM),
+        (cotangents.dout, ring_of.query_spec(band, value_dim, now)),
+        (cotangents.lse, ring_of.row_spec(band, now)),
+        (cotangents.delta, ring_of.row_spec(band, now)),
+        (operands.halo_key, HBM),
+        (operands.halo_value, HBM),
+        (ids, None if ids is None else ring_of.segment_ids_spec(ids.shape[1], band, now)),
+        (cotangents.out, ring_of.query_spec(band, value_dim, now)),
+        *((array, HBM) for array in earlier),
+    ]
+    return [(array, spec) for array, spec in inputs if array is not None and spec is not None]
+
+
+def _outputs(operands: BandOperands, band: Band, final_dtype: jnp.dtype) -> list[jax.ShapeDtypeStruct | None]:
+    """The shapes of the results, in the order of BackwardResult."""
+
+    def of_keys(key: Array | None, rows: int | None, dtype: Any) -> Any:
+        if key is None or rows == 0:
+            return None
+        heads, own_rows, dim = key.shape
+        return jax.ShapeDtypeStruct((heads, own_rows if rows is None else rows, dim), dtype)
+
+    tail = band.tail_blocks * band.block
+    whole = None if band.final_blocks else 0
+    return [
+        jax.ShapeDtypeStruct(operands.query.shape, operands.query.dtype),
+        of_keys(operands.key, whole, final_dtype),
+        of_keys(operands.value, whole, final_dtype),
+        of_keys(operands.key, tail, jnp.float32),
+        of_keys(operands.value, tail, jnp.float32),
+        of_keys(operands.halo_key, None, jnp.float32),
+        of_keys(operands.halo_value, None, jnp.float32),
+    ]
+
+
+class _Given(NamedTuple):
+    """Which optional operands and results a kernel has."""
+
+    halo: bool
+    segment_ids: bool
+    out: bool
+    into: bool
+    final: bool
 
 
 class _Refs(NamedTuple):
     query: Any
     dout: Any
+    out: Any | None
     lse: Any
     delta: Any
     ring: KeyRing
@@ -114,27 +170,40 @@ class _Refs(NamedTuple):
     dquery: Any
 
 
-def _kernel(lowest, query, key, value, dout, lse, delta, *refs, band: Band, config: KernelConfig, given) -> None:
-    given_halo, given_ids, given_into = given
+def _kernel(lowest: Any, *refs: Any, band: Band, config: KernelConfig, given: _Given) -> None:
     rest = iter(refs)
-    halo = (next(rest), next(rest)) if given_halo else None
-    ids = next(rest) if given_ids else None
-    for _ in range(3 * given_into):
-        next(rest)  # The gradients so far are read through the outputs, which are the same memory.
-    dquery, dkey, dvalue = next(rest), next(rest), next(rest)
-    dhalo = (next(rest), next(rest)) if given_halo else None
-    key_buffer, value_buffer, semaphores, dkey_buffer, dvalue_buffer, gradient_semaphores = rest
+    query, key, value, dout, lse, delta = (next(rest) for _ in range(6))
+    halo = _pair(rest, given.halo)
+    ids = next(rest) if given.segment_ids else None
+    out = next(rest) if given.out else None
+    if given.into:
+        next(rest)  # dquery so far is in HBM already: what is aliased to it is all that is written.
+    earlier = _pair(rest, given.into)
+    dquery = next(rest)
+    final, tail = _pair(rest, given.final), (next(rest), next(rest))
+    targets = Targets(final, tail, _pair(rest, given.halo))
+    key_buffer, value_buffer, semaphores, *gradient_buffers, gradient_semaphores, staging_semaphores = (
+        next(rest) for _ in range(7)
+    )
     ring = KeyRing((key, value), halo, (key_buffer, value_buffer), semaphores)
-    gradients = GradientRing((dkey, dvalue), dhalo, (dkey_buffer, dvalue_buffer), gradient_semaphores, given_into)
+    gradients = GradientRing(
+        targets,
+        earlier,
+        (gradient_buffers[0], gradient_buffers[1]),
+        gradient_semaphores,
+        tuple(rest),
+        staging_semaphores,
+        config.scale,
+    )
     mask = Mask(lowest[0], ids, band.blocks_before * band.tiles_per_block, config.padding_segment_id)
     step = pl.program_id(0)
     ring_of.fetch_keys(ring, band, step)
     open_gradients(gradients, band, step)
-    refs_of_step = _Refs(query, dout, lse, delta, ring, gradients, mask, dquery)
+    refs_of_step = _Refs(query, dout, out, lse, delta, ring, gradients, mask, dquery)
     compute = functools.partial(_compute, refs_of_step, band, config, step)
-    if given_ids or not given_halo:
+    if given.segment_ids or not given.halo:
         # Without a halo the call begins so far into the chunk that no query sees beyond the sequence.
-        compute(mask if given_ids else None)
+        compute(mask if given.segment_ids else None)
     else:
         _, block = band.head_and_block(step)
         clipped = block * band.block - band.left < mask.lowest
@@ -142,6 +211,10 @@ def _kernel(lowest, query, key, value, dout, lse, delta, *refs, band: Band, conf
         pl.when(clipped)(functools.partial(compute, mask))
         pl.when(jnp.logical_not(clipped))(functools.partial(compute, None))
     flush_gradients(gradients, band, step)
+
+
+def _pair(refs: Iterator[Any], present: bool) -> tuple[Any, Any] | None:
+    return (next(refs), next(refs)) if present else None
 
 
 class _Column(NamedTuple):
@@ -158,11 +231,14 @@ def _compute(refs: _Refs, band: Band, config: KernelConfig, step: Any, mask: Mas
     # The matmuls of a column are issued before the exponentials of the one before it, to run beside them.
     ahead = _products(refs, band, step, *columns[0])
     dquery: Any = None
+    delta: Any = None
     for index in range(len(columns)):
         column = ahead
+        if column.offsets == band.columns[0]:
+            delta = _delta(refs, band, column.tile)
         if index + 1 < len(columns):
             ahead = _products(refs, band, step, *columns[index + 1])
-        part = _gradients(refs, band, config, step, column, mask)
+        part = _gradients(refs, band, config, step, column, delta, mask)
         dquery = part if column.offsets == band.columns[0] else dquery + part
         if column.offsets == band.columns[-1]:
             rows = pl.ds(column.tile * band.tile, band.tile)
@@ -185,7 +261,9 @@ def _products(refs: _Refs, band: Band, step: Any, tile: int, offsets: tuple[int,
     )
 
 
-def _gradients(refs: _Refs, band: Band, config: KernelConfig, step: Any, column: _Column, mask: Mask | None) -> Array:
+def _gradients(
+    refs: _Refs, band: Band, config: KernelConfig, step: Any, column: _Column, delta: Any, mask: Mask | None
+) -> Array:
     """Adds a column's share to the gradients of its keys; returns that of the queries [stacked, head_dim], unscaled."""
     head, block = band.head_and_block(step)
     tile, offsets = column.tile, column.offsets
@@ -193,7 +271,7 @@ def _gradients(refs: _Refs, band: Band, config: KernelConfig, step: Any, column:
     visible = blocks.visible_column(band, block, tile, offsets, mask, keys_axis=0)
     seen = logits if visible is None else jnp.where(visible, logits, HIDDEN)
     weights = jnp.exp2(seen - _row(refs.lse, band, tile) * LOG2_E)
-    dlogits = weights * (column.dweights - _row(refs.delta, band, tile))
+    dlogits = weights * (column.dweights - delta)
     if config.attn_logits_soft_cap is not None:
         # Of logits before the mask: the square of HIDDEN would be infinite, and 0 · ∞ is no gradient.
         dlogits = dlogits * (1 - jnp.square(logits * (1 / (config.attn_logits_soft_cap * LOG2_E))))
@@ -215,6 +293,16 @@ def _gradients(refs: _Refs, band: Band, config: KernelConfig, step: Any, column:
         part = blocks.matmul(dlogits_part, refs.ring.buffers[0][place, :], (0, 0))
         dquery = part if dquery is None else dquery + part
     return dquery
+
+
+def _delta(refs: _Refs, band: Band, tile: int) -> Float[Array, "1 stacked"]:
+    """interface.RowCotangents' delta, to which dout · out is still missing where `out` is given."""
+    delta = _row(refs.delta, band, tile)
+    if refs.out is None:
+        return delta
+    products = _stacked(refs.dout, band, tile).astype(jnp.float32) * _stacked(refs.out, band, tile).astype(jnp.float32)
+    by_lane = functools.reduce(jnp.add, jnp.split(products, products.shape[1] // LANES, axis=1))
+    return delta + jnp.sum(by_lane.T, axis=0, keepdims=True)
 
 
 def _stacked(ref: Any, band: Band, tile: int) -> Array:

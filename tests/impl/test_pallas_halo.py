@@ -83,14 +83,23 @@ def computed_by_pallas(chunk, config, blocks=SMALL):
 def gradients_by_pallas(chunk, rows, config, blocks=SMALL):
     boundary, interior = pallas_halo.bands(chunk, config.window[0], blocks)
     cotangents = pallas_halo.band_cotangents(rows, boundary)
-    result = band_backward(pallas_halo.band_operands(chunk, boundary), cotangents, boundary, config)
+    dtype = chunk.key.dtype
+    result = band_backward(pallas_halo.band_operands(chunk, boundary), cotangents, boundary, config, dtype)
     if interior is not None:
         operands = pallas_halo.band_operands(chunk, interior)
-        inner = band_backward(operands, cotangents, interior, config, result)
+        inner = band_backward(operands, cotangents, interior, config, dtype, result)
         result = inner._replace(dhalo_key=result.dhalo_key, dhalo_value=result.dhalo_value)
-    dquery, *own = pallas_halo.own_gradients(result, chunk, config)
+    own = [whole(gradient) for gradient in pallas_halo.own_key_gradients(result, chunk, config)]
     halo = pallas_halo.halo_gradients(result, chunk, config)
-    return dquery, *(jnp.concatenate(parts, axis=1) for parts in zip(halo, own, strict=True))
+    keys = (jnp.concatenate(parts, axis=1) for parts in zip(halo, own, strict=True))
+    return pallas_halo.query_gradient(result, chunk), *keys
+
+
+def whole(gradient: pallas_halo.OwnKeyGradient):
+    if gradient.final is None:
+        return gradient.tail
+    before = gradient.final.shape[1] - gradient.tail.shape[1]
+    return jnp.concatenate([gradient.final[:, :before], gradient.tail], axis=1)
 
 
 def run(function, *arguments):
@@ -119,14 +128,16 @@ def test_the_kernels_agree_with_xla(name, ids) -> None:
     config = KernelConfig((call["left"], 0), 0.25, 5.0 if ids else None, 2 if ids else None, None, interpret=True)
     random = np.random.default_rng(1)
     dout = jnp.asarray(random.standard_normal((*chunk.query.shape[:3], VALUE_DIM)), jnp.float32)
-    delta = jnp.asarray(random.standard_normal(chunk.query.shape[:3]), jnp.float32)
+    dlse = jnp.asarray(random.standard_normal(chunk.query.shape[:3]), jnp.float32)
 
     def both(chunk):
         one_run = as_one_run(chunk)
         out, lse = xla.launch(one_run, config)
-        rows = RowCotangents(dout, lse, delta)
+        rows = RowCotangents(dout, lse, jnp.sum(dout * out, axis=-1) - dlse)
         expected = (out, lse, *xla.launch_backward(one_run, rows, config)[:3])
-        return expected, (*computed_by_pallas(chunk, config), *gradients_by_pallas(chunk, rows, config))
+        # Half of the layers leave dout · out to the kernel.
+        given = rows if ids else RowCotangents(dout, lse, -dlse, out)
+        return expected, (*computed_by_pallas(chunk, config), *gradients_by_pallas(chunk, given, config))
 
     for tensor, one, two in zip(("out", "lse", "dquery", "dkey", "dvalue"), *run(both, chunk), strict=True):
         close(one, two, 2e-6, tensor)
