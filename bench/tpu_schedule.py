@@ -5,16 +5,16 @@ nothing is executed. Needs libtpu (`pip install halocheck[aot]`).
 `python bench/tpu_schedule.py [v6e:2x4 | tpu7x:2x2x2 …]`
 """
 
-import itertools
 import json
-import os
-import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
+
+from conformance.aot.bundles import Schedule, dump_arguments, schedule_of
+from conformance.aot.job import compiler_environment
 
 TOPOLOGIES = ("v6e:2x4", "tpu7x:2x2x2")
 MODELS = {"Gemma 4 26B-A4B": (16, 8, 256), "Gemma 3 27B": (32, 16, 128)}
@@ -25,15 +25,6 @@ MATRIX_UNIT = 4 * 256 * 256
 """Multiplications that a v6e's matrix units do a bundle."""
 
 
-class Schedule(NamedTuple):
-    """Of one kernel. hot: bundles of its longest stretch without a branch. program: all its bundles, each counted once.
-    steps: grid steps that compute for 512 queries of one head."""
-
-    hot: int
-    program: int
-    steps: float
-
-
 def main(topologies: list[str]) -> None:
     """Prints a table: hot · steps, and program · steps as the bound when every step ran every branch."""
     print("| topology | model | kernel | bundles for 512 queries of a head | if every branch ran | matrix-unit limit |")
@@ -41,24 +32,20 @@ def main(topologies: list[str]) -> None:
     for topology in topologies:
         for model, (_, _, head_dim) in MODELS.items():
             for kernel in KERNELS:
-                schedule = schedule_of(topology, model, kernel)
+                schedule, steps = compiled_schedule(topology, model, kernel)
                 matmuls = 2 if kernel.endswith("forward") else 5
                 limit = matmuls * BLOCK * WINDOW * head_dim // MATRIX_UNIT
-                hot, every = (round(bundles * schedule.steps) for bundles in schedule[:2])
+                hot, every = (round(bundles * steps) for bundles in (schedule.hot, schedule.program))
                 print(f"| {topology} | {model} | {kernel} | {hot} | {every} | {limit} |", flush=True)
 
 
-def schedule_of(topology: str, model: str, kernel: str) -> Schedule:
-    """Compiles a kernel in a process of its own, since libtpu reads where to dump once."""
+def compiled_schedule(topology: str, model: str, kernel: str) -> tuple[Schedule, float]:
+    """The schedule of a kernel, and the grid steps that compute for 512 queries of one head.
+
+    Compiled in a process of its own, since libtpu reads where to dump once.
+    """
     with tempfile.TemporaryDirectory() as dump:
-        environment = os.environ | {
-            "JAX_PLATFORMS": "cpu",
-            "TPU_SKIP_MDS_QUERY": "1",
-            "TPU_ACCELERATOR_TYPE": "v6e-8",
-            "TPU_WORKER_HOSTNAMES": "localhost",
-            "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-            "LIBTPU_INIT_ARGS": f"--xla_jf_dump_to={dump} --xla_jf_dump_llo_text=true",
-        }
+        environment = compiler_environment(topology) | {"LIBTPU_INIT_ARGS": dump_arguments(Path(dump))}
         command = [sys.executable, __file__, "--compile", topology, model, kernel]
         run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         if run.returncode:
@@ -71,17 +58,9 @@ def schedule_of(topology: str, model: str, kernel: str) -> Schedule:
             for path in Path(dump).glob("*-final_bundles.txt")
             if name in path.name and "schedule-analysis" not in path.name
         ]
-        counts = [bundles_of(path.read_text()) for path in files]
-        if len(counts) != 1:
-            raise RuntimeError(f"{kernel}: one kernel of that name was to be scheduled, found {len(counts)}")
-        return Schedule(*counts[0], steps)
-
-
-def bundles_of(text: str) -> tuple[int, int]:
-    """(bundles of the longest stretch without branch or label, all bundles) of a kernel's final program."""
-    bundles = re.findall(r"(?m)^\s*(?:0x[0-9a-f]+|0)\s+((?:L[BHE]|P[BF]|CT)?)\s*:(.*)$", text)
-    cuts = [0, *(index for index, (label, body) in enumerate(bundles) if label or "sbr." in body), len(bundles)]
-    return max(after - before for before, after in itertools.pairwise(cuts)), len(bundles)
+        if len(files) != 1:
+            raise RuntimeError(f"{kernel}: one kernel of that name was to be scheduled, found {len(files)}")
+        return schedule_of(files[0].read_text(encoding="utf-8")), steps
 
 
 def compile_kernel(topology: str, model: str, kernel: str) -> float:

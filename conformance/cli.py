@@ -21,16 +21,17 @@ from typing import Any
 
 from rich.console import Console
 
-from conformance.aot.command import compile_all, model_cases, to_json
+from conformance.aot import check as aot
+from conformance.aot.command import DEFAULT_MODELS, NIGHTLY, compile_all, model_cases, to_json
 from conformance.aot.job import MISSING_LIBTPU, has_libtpu
-from conformance.aot.topologies import parse_topologies
+from conformance.aot.topologies import DEFAULT_TOPOLOGY, num_devices_of, parse_topologies
 from conformance.case_list import case_list, list_hash
 from conformance.case_text import format_case, parse_case
 from conformance.checks import CHECKS
 from conformance.devices import Devices, parse_devices
 from conformance.hosts.launch import CHECKS_OF_HOSTS, run_plan_on_hosts
 from conformance.known_issues import KnownIssuesError, load_known_issues
-from conformance.models import LAYERS
+from conformance.models import LAYERS, MODELS
 from conformance.options import DEFAULT_TARGETS, NIGHTLY_SECONDS, parse_options, version_of
 from conformance.problem import LAYOUTS, Case, InvalidCase
 from conformance.report.json_report import FILE_NAME, prepare_directory, write_json
@@ -110,13 +111,15 @@ def _run(options: argparse.Namespace) -> int:
         value = getattr(options, name)
         if value is not None and not value >= lowest:  # "not >=": NaN is refused too
             raise _CannotStart(f"--{name} must be >= {lowest}, got {value}")
-    never_cut = case_list(options.profile, options.seed, 0, devices.count)
-    cases = case_list(options.profile, options.seed, options.examples, devices.count)
+    check_names, compiled = _checks(options.checks), _compiled_cases(options.checks, options.profile)
+    # Asked for `aot` alone, nothing is executed.
+    never_cut = () if options.checks == aot.NAME else case_list(options.profile, options.seed, 0, devices.count)
+    cases = never_cut and case_list(options.profile, options.seed, options.examples, devices.count)
     if options.hosts > 1:
         return _run_on_hosts(
             options, devices, tuple(case for case in cases if case.problem.num_devices == devices.count)
         )
-    steered = options.profile == "nightly"
+    steered = options.profile == "nightly" and options.checks != aot.NAME
     if steered:
         _prepare("--database", options.database)
     plan = Plan(
@@ -124,11 +127,12 @@ def _run(options: argparse.Namespace) -> int:
         covering=never_cut,
         further=cases[len(never_cut) :],
         devices=devices,
-        check_names=_checks(options.checks),
+        check_names=check_names,
         seconds=NIGHTLY_SECONDS if steered and options.seconds is None else options.seconds,
         known_issues=load_known_issues(options.known_issues),
         database=options.database if steered else None,
         steering_seed=options.seed,
+        compiled=compiled,
     )
     return _carry_out(plan, options, {"profile": options.profile, "seed": options.seed})
 
@@ -155,7 +159,15 @@ def _replay(options: argparse.Namespace) -> int:
     except InvalidCase as error:
         raise _CannotStart(str(error)) from error
     devices = _devices(options.mesh)
-    plan = Plan((options.target,), (case,), (), devices, _checks(options.checks), shrink_findings=False)
+    plan = Plan(
+        targets=(options.target,),
+        covering=() if options.checks == aot.NAME else (case,),
+        further=(),
+        devices=devices,
+        check_names=_checks(options.checks),
+        shrink_findings=False,
+        compiled=(case,) if aot.NAME in options.checks.split(",") else (),
+    )
     return _carry_out(plan, options, {"case": format_case(case)}, in_detail=True)
 
 
@@ -169,13 +181,14 @@ def _aot(options: argparse.Namespace) -> int:
             raise _CannotStart(f"--{name} must be of {', '.join(known)}, got {unknown[0]!r}")
     try:
         topologies = parse_topologies(options.topology)
-        cases = model_cases(chosen["models"], chosen["layers"], chosen["layouts"])
+        asked = (chosen["models"], chosen["layers"], chosen["layouts"])
+        cases = {topology: model_cases(*asked, num_devices_of(topology)) for topology in topologies}
     except ValueError as error:
         raise _CannotStart(f"--{error}") from error
     if options.report is not None:
         _prepare("--report", options.report)
     targets = tuple(options.targets) or DEFAULT_TARGETS
-    done = compile_all(targets, topologies, cases, Console(highlight=False, width=160))
+    done = compile_all(targets, topologies, cases.__getitem__, Console(highlight=False, width=160))
     if options.report is not None:
         path = write_json([to_json(one) for one in done], options.report / "aot.json")
         print(f"report: {path}")
@@ -246,6 +259,7 @@ def _about(options: argparse.Namespace, plan: Plan) -> dict[str, Any]:
         "list_hash": list_hash(plan.cases),
         "cases": len(plan.cases),
         "covering_cases": len(plan.covering),
+        "compiled_cases": len(plan.compiled),
     }
 
 
@@ -257,6 +271,8 @@ def _versions() -> dict[str, str]:
 def _header(about: dict[str, Any]) -> str:
     versions = about["versions"]
     list_part = f"{about['cases']} cases ({about['covering_cases']} covering, list {about['list_hash'][:12]})"
+    if about["compiled_cases"]:
+        list_part += f", {about['compiled_cases']} to compile for {DEFAULT_TOPOLOGY},"
     return f"halocheck {versions['halocheck']}: {list_part} on {about['mesh']}, jax {versions['jax']}"
 
 
@@ -270,11 +286,19 @@ def _devices(text: str) -> Devices:
 def _checks(text: str) -> tuple[str, ...]:
     names = tuple(text.split(","))
     for name in names:
-        if name not in CHECKS:
-            nearest = difflib.get_close_matches(name, CHECKS, n=1, cutoff=0.0)[0]
+        if name not in (*CHECKS, aot.NAME):
+            nearest = difflib.get_close_matches(name, (*CHECKS, aot.NAME), n=1, cutoff=0.0)[0]
             raise _CannotStart(f"--checks knows no {name!r}; the nearest check is {nearest!r}")
     # The contract is always checked: a target that raises must not conform because nobody asked.
-    return tuple(dict.fromkeys(("contract", *names)))
+    return tuple(dict.fromkeys(("contract", *(name for name in names if name != aot.NAME))))
+
+
+def _compiled_cases(checks: str, profile: str) -> tuple[Case, ...]:
+    """What the check `aot` compiles, if it is asked for: more layers in the longer profiles."""
+    if aot.NAME not in checks.split(","):
+        return ()
+    names = {"quick": DEFAULT_MODELS, "ci": tuple(model.name for model in MODELS), "nightly": (NIGHTLY,)}
+    return model_cases(names[profile], ("local",), ("contiguous", "dual_chunk_swap"))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from conformance.aot.command import DEFAULT_MODELS
+from conformance.aot import check as aot
+from conformance.aot.command import DEFAULT_MODELS, NIGHTLY
+from conformance.aot.topologies import DEFAULT_TOPOLOGY
 from conformance.case_list import STRENGTH
 from conformance.checks import CHECKS
 from conformance.devices import DEFAULT_DEVICES
@@ -74,8 +76,9 @@ def _common() -> argparse.ArgumentParser:
     common = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     mesh = f"{DEFAULT_DEVICES.platform}:{DEFAULT_DEVICES.count}"
     common.add_argument("--mesh", default=mesh, metavar="cpu:N", help=f"simulated devices (default {mesh})")
+    checks = ",".join(CHECKS)
     common.add_argument(
-        "--checks", default=",".join(CHECKS), metavar="A,B", help=f"which checks (default {','.join(CHECKS)})"
+        "--checks", default=checks, metavar="A,B", help=f"which checks (default {checks}; also {aot.NAME})"
     )
     common.add_argument("--report", type=Path, metavar="DIR", help="write DIR/report.json")
     return common
@@ -117,8 +120,8 @@ def _aot_parser(add: Adder) -> argparse.ArgumentParser:
     parser = add("aot", allow_abbrev=False, help=said)
     parser.add_argument("targets", nargs="*", metavar="TARGET", help="default: the bundled halo and all_gather")
     for name, default, metavar, also in (
-        ("topology", "v6e:2x4", "NAME", "; several with commas, or all"),
-        ("models", ",".join(DEFAULT_MODELS), "A,B", ""),
+        ("topology", DEFAULT_TOPOLOGY, "NAME", "; several with commas, or all"),
+        ("models", ",".join(DEFAULT_MODELS), "A,B", f"; {NIGHTLY}: what a nightly run on TPUs runs"),
         ("layers", "local", "A,B", "; local, global, or both"),
         ("layouts", "contiguous,dual_chunk_swap", "A,B", ""),
     ):

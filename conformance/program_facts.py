@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -96,6 +96,17 @@ def sent_bytes(traced: Any) -> int:
     return sum(collective["bytes"] * (collective["trips"] or 1) for collective in collectives)
 
 
+def kernel_runs(traced: Any) -> dict[str, int | None]:
+    """How often each Pallas kernel runs on a device, by its name; None where it stands in a loop of unknown length."""
+    runs: dict[str, int | None] = {}
+    for at in reached(traced.jaxpr):
+        if at.equation.primitive.name == "pallas_call":
+            name = _kernel_name(at.equation.params)
+            before = runs.get(name, 0)
+            runs[name] = None if before is None or at.trips is None else before + at.trips
+    return runs
+
+
 def matmul_flops(equations: Iterable[Reached]) -> int:
     """Multiplications and additions of all matrix products, as often as they run."""
     total = 0
@@ -140,6 +151,12 @@ def _collective(at: Reached) -> dict[str, Any]:
         "trips": at.trips,
         "phase": at.phase,
     }
+
+
+def _kernel_name(params: Mapping[str, Any]) -> str:
+    """As it was named, or as its function is called."""
+    named = params.get("name") or getattr(params.get("name_and_src_info"), "name", None)
+    return str(named or "unnamed")
 
 
 def _is_loop(equation: Any) -> bool:

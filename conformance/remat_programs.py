@@ -15,27 +15,22 @@ import numpy as np
 from conformance.calling import Named, Setting, call_target
 from conformance.program_facts import cost_facts, sent_bytes
 
-NOTHING_SAVED, NAMES_SAVED = "nothing saved", "names saved"
+PLAIN, NOTHING_SAVED, NAMES_SAVED = "plain", "nothing saved", "names saved"
 
 Function = Callable[[Named, Named], Any]
 
 
 def remat_facts(setting: Setting, arrays: Named) -> tuple[Named, dict[str, np.ndarray]]:
-    """Facts of the gradient's program as it is ("plain", traced only), and under `jax.checkpoint`; its gradients there.
+    """Facts of the gradient's program as it is (PLAIN, traced only), and under `jax.checkpoint`; its gradients there.
 
-    NOTHING_SAVED recomputes everything; NAMES_SAVED, where the target names its residuals, everything but those. Facts
-    are `matmul_flops`, `sent_bytes`, and `raised` (type and message). Gradients are named `remat/program/tensor`.
+    Facts are `matmul_flops`, `sent_bytes`, and `raised` (type and message). Gradients are named `remat/program/tensor`.
     """
-    call: Function = functools.partial(_attention, setting)
-    programs: dict[str, Function] = {NOTHING_SAVED: jax.checkpoint(call)}
-    if names := setting.target.description.residual_names:
-        policy = jax.checkpoint_policies.save_only_these_names(*names)
-        programs[NAMES_SAVED] = jax.checkpoint(call, policy=policy)
-    facts: Named = {"plain": _costs(_gradient(call).trace(arrays))}
+    programs = gradient_programs(setting)
+    facts: Named = {PLAIN: _costs(programs.pop(PLAIN).trace(arrays))}
     gradients: dict[str, np.ndarray] = {}
-    for name, function in programs.items():
+    for name, program in programs.items():
         try:
-            traced = _gradient(function).trace(arrays)
+            traced = program.trace(arrays)
             facts[name] = _costs(traced)
             results = jax.block_until_ready(traced.lower().compile()(arrays))
         except Exception as error:  # noqa: BLE001  # whatever foreign code raises is a finding, not a failure of ours
@@ -43,6 +38,19 @@ def remat_facts(setting: Setting, arrays: Named) -> tuple[Named, dict[str, np.nd
             continue
         gradients |= {f"remat/{name}/{tensor}": np.asarray(array) for tensor, array in results.items()}
     return facts, gradients
+
+
+def gradient_programs(setting: Setting) -> dict[str, Any]:
+    """Jitted functions of the arrays, to out and the gradients: PLAIN, and the same under `jax.checkpoint`.
+
+    NOTHING_SAVED recomputes everything; NAMES_SAVED, where the target names its residuals, everything but those.
+    """
+    call: Function = functools.partial(_attention, setting)
+    programs: dict[str, Function] = {PLAIN: call, NOTHING_SAVED: jax.checkpoint(call)}
+    if names := setting.target.description.residual_names:
+        policy = jax.checkpoint_policies.save_only_these_names(*names)
+        programs[NAMES_SAVED] = jax.checkpoint(call, policy=policy)
+    return {name: _gradient(function) for name, function in programs.items()}
 
 
 def _attention(setting: Setting, inputs: Named, others: Named) -> Any:

@@ -15,6 +15,8 @@ from pathlib import Path
 
 from threadpoolctl import threadpool_limits
 
+from conformance.aot import check as aot
+from conformance.aot.topologies import DEFAULT_TOPOLOGY
 from conformance.case_text import format_case, parse_case
 from conformance.devices import Devices
 from conformance.events import EVENTS
@@ -49,6 +51,8 @@ class Plan:
     steering_seed: int = 0
     known_issues: tuple[KnownIssue, ...] = ()
     num_hosts: int = 1
+    compiled: tuple[Case, ...] = ()
+    """The cases of the check `aot`, for DEFAULT_TOPOLOGY."""
 
     @property
     def cases(self) -> tuple[Case, ...]:
@@ -60,8 +64,8 @@ class Plan:
 class TargetRun:
     """What one target did so far: `results` on the list's cases, `beyond_list` on others.
 
-    Those are the cases of its known issues, and what hypothesis drew. `smallest` holds, for each kind of finding, its
-    smallest case after shrinking.
+    Those are the cases of its known issues, and what hypothesis drew. `compiled` are those of the check `aot`, of which
+    nothing was executed. `smallest` holds, for each kind of finding, its smallest case after shrinking.
     """
 
     description: TargetDescription
@@ -71,6 +75,7 @@ class TargetRun:
     beyond_list: list[CaseResult] = field(default_factory=list)
     num_drawn: int = 0
     """How many of those hypothesis drew."""
+    compiled: list[CaseResult] = field(default_factory=list)
 
     @property
     def all_results(self) -> list[CaseResult]:
@@ -113,6 +118,7 @@ def run(plan: Plan, progress: Progress, state: Run | None = None) -> Run:
         with threadpool_limits(1):
             _run_cases(state, sessions, progress, started_at)
             _run_known_issues(state, sessions, progress)
+            _compile(state, progress)
             if plan.database is not None and plan.seconds is not None:
                 _steer(state, sessions, progress, plan.database, started_at + plan.seconds)
             if plan.shrink_findings:
@@ -170,6 +176,16 @@ def _run_known_issues(state: Run, sessions: Sequence[Session], progress: Progres
             _note_findings(target, result, progress)
 
 
+def _compile(state: Run, progress: Progress) -> None:
+    """The check `aot`: compiles its cases for every target."""
+    for spec, target in zip(state.plan.targets, state.targets, strict=True):
+        if state.plan.compiled:
+            progress(f"{target.description.name}: compiling {len(state.plan.compiled)} programs for {DEFAULT_TOPOLOGY}")
+            target.compiled = aot.results_of(spec, DEFAULT_TOPOLOGY, state.plan.compiled)
+        for result in target.compiled:
+            _note_findings(target, result, progress)
+
+
 def _steer(state: Run, sessions: Sequence[Session], progress: Progress, database: Path, ends_at: float) -> None:
     """Lets hypothesis draw cases until the time is up."""
     # Read where hypothesis is imported: it writes what it ran beside its database, a line of JSON for each case.
@@ -220,7 +236,12 @@ def _counts(state: Run) -> str:
 
 def _shrink_findings(state: Run, sessions: Sequence[Session], progress: Progress) -> None:
     for target, session in zip(state.targets, sessions, strict=True):
-        findings = [finding for finding in target.smallest.values() if not finding.signature.startswith(WITHOUT_END)]
+        # A hang takes too long, and a full-size program runs on no CPU.
+        findings = [
+            finding
+            for finding in target.smallest.values()
+            if not finding.signature.startswith(WITHOUT_END) and finding.check != aot.NAME
+        ]
         if not findings:
             continue
         progress(f"{target.description.name}: looking for the smallest case of {len(findings)} kinds of finding")

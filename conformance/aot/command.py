@@ -5,33 +5,44 @@ May touch: the terminal. Tests: tests/conformance/test_aot_command.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from conformance.aot.job import Compiled, compile_target
+from conformance.aot.schedule import kernel_of
 from conformance.aot.topologies import GIB, generation_of
 from conformance.case_text import format_case
-from conformance.models import MODELS, full_size_case
+from conformance.models import MODELS, RANKS, full_size_case
 from conformance.problem import Case
+from conformance.production import production_cases
 
+NIGHTLY = "nightly"
 DEFAULT_MODELS = ("gemma-4-26b-a4b", "gemma-3-27b")
 # One call a step: an odd seed has no attention_with_lse.
 _SEED = 1
+# The program without rematerialisation (remat_programs.PLAIN; that file imports JAX).
+_PLAIN = "plain"
 
 
-def model_cases(names: Sequence[str], layers: Sequence[str], layouts: Sequence[str]) -> tuple[Case, ...]:
+def model_cases(
+    names: Sequence[str], layers: Sequence[str], layouts: Sequence[str], num_devices: int = RANKS
+) -> tuple[Case, ...]:
     """Full-size layers of published models: 128K tokens over 8 ranks, bfloat16.
+
+    NIGHTLY in the place of names is the production cases of `num_devices`, whatever their layers and layouts.
 
     Raises:
         ValueError: a name that no model has.
     """
+    if tuple(names) == (NIGHTLY,):
+        return production_cases(num_devices)
     by_name = {model.name: model for model in MODELS}
     for name in names:
         if name not in by_name:
-            raise ValueError(f"model must be one of {', '.join(by_name)}, got {name!r}")
+            raise ValueError(f"model must be one of {', '.join(by_name)}, or {NIGHTLY} alone, got {name!r}")
     return tuple(
         full_size_case(by_name[name], layer, layout, _SEED)
         for name in names
@@ -42,9 +53,11 @@ def model_cases(names: Sequence[str], layers: Sequence[str], layouts: Sequence[s
 
 
 def compile_all(
-    targets: Sequence[str], topologies: Sequence[str], cases: Sequence[Case], console: Console
+    targets: Sequence[str], topologies: Sequence[str], cases_of: Callable[[str], Sequence[Case]], console: Console
 ) -> tuple[Compiled, ...]:
     """Compiles everything, printing a table for each target and topology, then the findings.
+
+    `cases_of` gives the cases for a topology.
 
     Raises:
         TargetError: a target does not load.
@@ -52,9 +65,11 @@ def compile_all(
     everything: list[Compiled] = []
     for target in targets:
         for topology in topologies:
-            done = list(compile_target(target, topology, cases))
+            done = list(compile_target(target, topology, cases_of(topology), schedules=True))
             everything += done
             console.print(_table(target, topology, done))
+            if any(one.facts.get("kernels") for one in done):
+                console.print(_kernel_table(done))
     for one in everything:
         for finding in one.findings:
             console.print(f"FINDING {finding.id} {one.target} on {one.topology}: {finding.reading}", markup=False)
@@ -95,6 +110,38 @@ def _table(target: str, topology: str, done: Sequence[Compiled]) -> Table:
         counts = f"{hidden} of {transfers}" if one.facts else ""
         table.add_row(_layer(one.case), _status(one) or one.reason, sent or "not claimed", counts, kernels, memory)
     return table
+
+
+def _kernel_table(done: Sequence[Compiled]) -> Table:
+    """Each kernel that stands in a program: its static schedule, and how often it runs in a step."""
+    table = Table(title="kernels: bundles of the hot region, and of all", title_justify="left")
+    for column in ("layer", "kernel", "hot", "of all", "matrix units", "turns of its loops", "runs", "under remat"):
+        table.add_column(column)
+    for one in done:
+        schedules = one.facts.get("schedules", {})
+        for instruction in one.facts.get("instructions", ()):
+            # Of kernels that are alike libtpu schedules one.
+            alike = [name for name in schedules if kernel_of(name) == kernel_of(instruction)]
+            schedule = schedules.get(instruction)
+            figures = _figures(schedule) if schedule else [f"as {alike[0]}" if alike else "not written", "", "", ""]
+            plain, *rematerialised = _runs_of(kernel_of(instruction), one.facts.get("runs", {}))
+            table.add_row(_layer(one.case), instruction, *figures, plain, "; ".join(rematerialised))
+    return table
+
+
+def _figures(schedule: Mapping[str, Any]) -> list[str]:
+    used = schedule["matrix_units"]
+    turns = ", ".join(map(str, schedule["trips"]))
+    return [str(schedule["hot"]), str(schedule["program"]), "unknown" if used is None else f"{used:.0%}", turns]
+
+
+def _runs_of(kernel: str, runs: Mapping[str, Any]) -> list[str]:
+    """How often a kernel runs in each program, the plain one first; what was saved is named."""
+    told = []
+    for program, counts in runs.items():
+        times = counts if isinstance(counts, str) else counts.get(kernel, 0)
+        told.append(str(times) if program == _PLAIN else f"{times} with {program}")
+    return told or [""]
 
 
 def _status(one: Compiled) -> str:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from conformance.aot.bundles import dump_arguments
 from conformance.aot.topologies import generation_of
 from conformance.case_text import format_case
 from conformance.checks import CHECKS
@@ -61,20 +62,26 @@ def has_libtpu() -> bool:
     return importlib.util.find_spec("libtpu") is not None
 
 
-def compile_target(spec: str, topology: str, cases: Sequence[Case]) -> Iterator[Compiled]:
-    """Compiles the cases, one after the other.
+def compile_target(spec: str, topology: str, cases: Sequence[Case], *, schedules: bool = False) -> Iterator[Compiled]:
+    """Compiles the cases, one after the other; `schedules`: with those of the kernels, and what remat runs again.
 
     Raises:
         TargetError: the target does not load, or the process ended before it had.
     """
     with tempfile.TemporaryDirectory() as directory, open(Path(directory) / "log", "w+", encoding="utf-8") as log:
-        results = Path(directory) / "results.jsonl"
+        results, dump = Path(directory) / "results.jsonl", Path(directory) / "schedules"
+        dump.mkdir()
         job = {
             "target": spec,
             "topology": topology,
             "cases": [format_case(case) for case in cases],
             "results": str(results),
+            "schedules": str(dump) if schedules else "",
         }
+        environment = compiler_environment(topology)
+        if schedules:  # of two equal flags the last wins
+            own = environment.get("LIBTPU_INIT_ARGS", "")
+            environment["LIBTPU_INIT_ARGS"] = f"{own} {dump_arguments(dump)}".strip()
         # libtpu writes pages to both streams: they go to a file, of which the end is shown if the process fails.
         ended = subprocess.run(
             [sys.executable, "-P", "-m", "conformance.aot.program"],
@@ -82,12 +89,13 @@ def compile_target(spec: str, topology: str, cases: Sequence[Case]) -> Iterator[
             text=True,
             stdout=log,
             stderr=subprocess.STDOUT,
-            env=compiler_environment(topology),
+            env=environment,
             check=False,
         )
         log.seek(0)
         tail = log.read()[-3000:].strip()
-        messages = [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()]
+        written = results.read_text(encoding="utf-8") if results.exists() else ""
+        messages = [json.loads(line) for line in written.splitlines()]
     if not messages:
         raise TargetError(f"the compiling process exited with status {ended.returncode}\n{tail}")
     if "load_error" in messages[0]:
@@ -109,6 +117,7 @@ def compiler_environment(topology: str, base: Mapping[str, str] = os.environ) ->
         "TPU_ACCELERATOR_TYPE": generation_of(topology).accelerator,
         "TPU_WORKER_HOSTNAMES": "localhost",
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+        "TPU_LOG_DIR": base.get("TPU_LOG_DIR", "disabled"),
         "TF_CPP_MIN_LOG_LEVEL": base.get("TF_CPP_MIN_LOG_LEVEL", "2"),
     }
 

@@ -1,7 +1,7 @@
 """The process that compiles: `python -m conformance.aot.program` reads a job from standard input and writes what it
 learnt, a line of JSON for each case, to the file that the job names.
 
-May touch: JAX, libtpu, the target. Tests: tests/conformance/test_aot_command.py (with libtpu), in the slow tier.
+May touch: JAX, libtpu, the target. Tests: tests/conformance/test_aot_compiled.py, where libtpu is installed.
 """
 
 from __future__ import annotations
@@ -10,25 +10,33 @@ import dataclasses
 import json
 import sys
 import traceback
+from pathlib import Path
 from typing import Any, TextIO
 
 import jax
-import numpy as np
 from jax.experimental import topologies
 
-from conformance.aot.schedule import kernels_of, transfers_of
+from conformance.aot.bundles import dumped_schedules
+from conformance.aot.schedule import kernel_instructions, kernels_of, transfers_of
 from conformance.calling import Named, Setting, call_target
 from conformance.case_text import parse_case
-from conformance.mesh import mesh_of, shardings_of
-from conformance.problem import Case, Problem
-from conformance.program_facts import cost_facts, program_facts
+from conformance.input_shapes import input_shapes, placed_shapes
+from conformance.mesh import mesh_of
+from conformance.problem import Case
+from conformance.program_facts import cost_facts, kernel_runs, program_facts
+from conformance.remat_programs import gradient_programs
 from conformance.target import Declined, Target, TargetError, load_target
 from conformance.traced import scope
 
 
 def main() -> None:
-    """Compiles every case of the job, one after the other."""
+    """Compiles every case of the job, one after the other.
+
+    `schedules` of the job is an empty folder, where libtpu writes them, or "": then neither the kernels' schedules nor
+    their runs under rematerialisation are looked at, which halves the time.
+    """
     job = json.load(sys.stdin)
+    dump = Path(job["schedules"]) if job["schedules"] else None
     with open(job["results"], "w", encoding="utf-8") as results:
         try:
             target = load_target(job["target"])
@@ -38,7 +46,7 @@ def main() -> None:
         _tell(results, {"description": dataclasses.asdict(target.description)})
         topology = topologies.get_topology_desc(platform="tpu", topology_name=job["topology"])
         for text in job["cases"]:
-            _tell(results, _compiled(target, parse_case(text), topology.devices))
+            _tell(results, _compiled(target, parse_case(text), topology.devices, dump))
 
 
 def _tell(results: TextIO, message: Named) -> None:
@@ -46,7 +54,7 @@ def _tell(results: TextIO, message: Named) -> None:
     results.flush()
 
 
-def _compiled(target: Target, case: Case, devices: Any) -> Named:
+def _compiled(target: Target, case: Case, devices: Any, dump: Path | None) -> Named:
     """What compiling one case tells; `declined`, `raised` or `facts`, as of execution.execute."""
     problem = case.problem
     if problem.num_devices > len(devices):
@@ -55,7 +63,7 @@ def _compiled(target: Target, case: Case, devices: Any) -> Named:
     if reason is not None:
         return {"declined": reason}
     setting = Setting(target, problem, mesh_of(problem, devices), ("attention",))
-    arrays = _abstract_arrays(problem, setting.mesh)
+    arrays = placed_shapes(problem, setting.mesh, input_shapes(problem))
     try:
         traced = jax.jit(lambda arrays: _step(setting, arrays)).trace(arrays)
         compiled = traced.lower().compile()
@@ -67,15 +75,36 @@ def _compiled(target: Target, case: Case, devices: Any) -> Named:
     hlo: Any = compiled.as_text()
     memory: Any = compiled.memory_analysis()
     cotangents = [name == "dout" for name in sorted(arrays)]  # a dict's leaves are in this order
-    return {
+    facts: Named = {
         "facts": program_facts(traced, compiled, cotangents),
         "cost": cost_facts(traced),
         "transfers": [dataclasses.asdict(transfer) for transfer in transfers_of(hlo)],
         "kernels": kernels_of(hlo),
+        "instructions": kernel_instructions(hlo),
         "temporary_bytes": int(memory.temp_size_in_bytes),
         "argument_bytes": int(memory.argument_size_in_bytes),
         "output_bytes": int(memory.output_size_in_bytes),
     }
+    if dump is not None:
+        facts["schedules"] = _schedules(dump, hlo)
+        facts["runs"] = {name: _runs(program, arrays) for name, program in gradient_programs(setting).items()}
+    return facts
+
+
+def _schedules(dump: Path, hlo: str) -> dict[str, Named]:
+    """The schedule of each kernel, by its instruction; what libtpu wrote of this program is then deleted."""
+    schedules = dumped_schedules(dump, kernel_instructions(hlo))
+    for path in dump.iterdir():
+        path.unlink()
+    return {name: dataclasses.asdict(schedule) for name, schedule in schedules.items()}
+
+
+def _runs(program: Any, arrays: Named) -> dict[str, int | None] | str:
+    """How often each kernel runs in a program, or what it raises."""
+    try:
+        return kernel_runs(program.trace(arrays))
+    except Exception as error:  # noqa: BLE001  # the plain program is judged; this one is only counted
+        return f"raises {type(error).__name__}"
 
 
 def _step(setting: Setting, arrays: Named) -> Named:
@@ -87,29 +116,6 @@ def _step(setting: Setting, arrays: Named) -> Named:
     with scope("backward", "attention"):
         (gradients,) = vjp({"out": arrays["dout"]})
     return {**outputs, **{f"d{name}": gradient for name, gradient in gradients.items()}}
-
-
-def _abstract_arrays(problem: Problem, mesh: jax.sharding.Mesh) -> Named:
-    """The shapes, dtypes and placements of the arrays of the contract."""
-    rows = (problem.batch, problem.seq_len)
-    shapes: dict[str, tuple[int, ...]] = {
-        "query": (*rows, problem.num_query_heads, problem.head_dim),
-        "key": (*rows, problem.num_kv_heads, problem.head_dim),
-        "value": (*rows, problem.num_kv_heads, problem.value_dim),
-        "dout": (*rows, problem.num_query_heads, problem.value_dim),
-    }
-    if problem.shared_kv:
-        del shapes["value"]
-    dtypes = dict.fromkeys(shapes, np.dtype(jax.numpy.dtype(problem.dtype)))
-    if problem.segments:
-        shapes["segment_ids"], dtypes["segment_ids"] = rows, np.dtype(np.int32)
-    if problem.sinks:
-        shapes["sinks"], dtypes["sinks"] = (problem.num_query_heads,), np.dtype(np.float32)
-    places = shardings_of(problem, mesh)
-    return {
-        name: jax.ShapeDtypeStruct(shape, dtypes[name], sharding=places[name.removeprefix("d")])
-        for name, shape in shapes.items()
-    }
 
 
 if __name__ == "__main__":

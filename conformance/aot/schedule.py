@@ -62,12 +62,21 @@ def transfers_of(hlo: str) -> tuple[Transfer, ...]:
 def kernels_of(hlo: str) -> dict[str, int]:
     """How often each Pallas kernel stands in the module, by its name without the compiler's numbering."""
     counts: dict[str, int] = {}
-    for line in hlo.splitlines():
-        found = _INSTRUCTION.match(line)
-        if found and _KERNEL in line:
-            name = re.sub(r"(\.\d+)+$", "", found.group(1))
-            counts[name] = counts.get(name, 0) + 1
+    for instruction in kernel_instructions(hlo):
+        name = kernel_of(instruction)
+        counts[name] = counts.get(name, 0) + 1
     return counts
+
+
+def kernel_instructions(hlo: str) -> tuple[str, ...]:
+    """The names of the instructions that are Pallas kernels, in any computation of the module."""
+    found = (_INSTRUCTION.match(line) for line in hlo.splitlines() if _KERNEL in line)
+    return tuple(match.group(1) for match in found if match)
+
+
+def kernel_of(instruction: str) -> str:
+    """The name of a kernel, from that of its instruction."""
+    return re.sub(r"(\.\d+)+$", "", instruction)
 
 
 def _entry(hlo: str) -> Iterator[tuple[str, str]]:

@@ -19,6 +19,7 @@ from conformance.report.matrix import feature_matrix
 from conformance.report.terminal import replay_command
 from conformance.report.verdict import exit_status, verdict_of
 from conformance.runner import Run, TargetRun
+from conformance.session import CaseResult
 
 FORMAT_VERSION = 1
 FILE_NAME = "report.json"
@@ -99,15 +100,17 @@ def _target_content(target: TargetRun, run: Run) -> dict[str, Any]:
             }
             for finding, occurrences in verdict.findings
         ],
-        "results": [
-            {
-                "case": format_case(result.case),
-                "status": result.status,
-                "reason": result.reason,
-                "shares": {f"{check}/{tensor}": share for (check, tensor), share in result.shares.items()},
-                "figures": dict(result.figures),
-                "findings": [finding.to_json() for finding in result.findings],
-            }
-            for result in target.all_results
-        ],
+        "results": [_result_content(result) for result in target.all_results],
+        "compiled": [_result_content(result) for result in target.compiled],
+    }
+
+
+def _result_content(result: CaseResult) -> dict[str, Any]:
+    return {
+        "case": format_case(result.case),
+        "status": result.status,
+        "reason": result.reason,
+        "shares": {f"{check}/{tensor}": share for (check, tensor), share in result.shares.items()},
+        "figures": dict(result.figures),
+        "findings": [finding.to_json() for finding in result.findings],
     }

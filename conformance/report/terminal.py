@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from conformance.aot import check as aot
 from conformance.case_text import parse_case
 from conformance.devices import DEFAULT_DEVICES
 from conformance.finding import Finding, plain
@@ -32,9 +33,8 @@ def print_run(run: Run, console: Console) -> None:
     for target, verdict in zip(run.targets, verdicts, strict=True):
         _print_remarks(verdict, console)
         for finding, occurrences in verdict.findings:
-            print_finding(
-                finding, target.description.spec, f"{occurrences} of {len(target.all_results)} cases", console
-            )
+            of = target.compiled if finding.check == aot.NAME else target.all_results
+            print_finding(finding, target.description.spec, f"{occurrences} of {len(of)} cases", console)
     if run.interrupted:
         console.print("interrupted: this is what was found so far")
 
@@ -75,7 +75,9 @@ def replay_command(finding: Finding, spec: str) -> str:
     """The line that runs the finding's case again on this target; it names the mesh where the default is too small."""
     num_devices = parse_case(finding.case).problem.num_devices
     mesh = f" --mesh cpu:{num_devices}" if num_devices > DEFAULT_DEVICES.count else ""
-    return f'halocheck replay "{finding.case}" {shlex.quote(spec)}{mesh}'
+    # A full-size program runs on no CPU: it is compiled again.
+    checks = f" --checks {aot.NAME}" if finding.check == aot.NAME else ""
+    return f'halocheck replay "{finding.case}" {shlex.quote(spec)}{mesh}{checks}'
 
 
 def _table(verdicts: list[TargetVerdict]) -> Table:

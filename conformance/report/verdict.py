@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+from conformance.aot import check as aot
 from conformance.checks import CHECKS
 from conformance.finding import Finding
 from conformance.problem import Case
@@ -56,11 +57,14 @@ def verdict_of(target: TargetRun, run: Run) -> TargetVerdict:
     results = target.all_results
     counts = {status: sum(result.status == status for result in results) for status in _STATUSES}
     counts[NOT_TRIED] = len(run.plan.cases) - len(target.results)
-    cells = tuple(_cell(target, check, tensor) for check in run.plan.check_names for tensor in CHECKS[check].tensors)
+    tensors = {check: CHECKS[check].tensors for check in run.plan.check_names}
+    tensors |= {aot.NAME: aot.TENSORS} if run.plan.compiled else {}
+    cells = tuple(_cell(target, check, tensor) for check in tensors for tensor in tensors[check])
     findings = tuple((finding, _occurrences(finding, target)) for finding in target.smallest.values())
-    declined = Counter(result.reason for result in results if result.status == DECLINED)
+    declined = Counter(result.reason for result in (*results, *target.compiled) if result.status == DECLINED)
     doubts = _doubts(target, run, counts, cells)
-    status = FINDING if counts[FINDING] else INCONCLUSIVE if doubts else CONFORMS
+    has_finding = any(result.status == FINDING for result in (*results, *target.compiled))
+    status = FINDING if has_finding else INCONCLUSIVE if doubts else CONFORMS
     remarks = (*doubts, *_limits(target, run, counts))
     return TargetVerdict(
         target.description.name, status, cells, counts, tuple(declined.most_common()), findings, remarks
@@ -84,24 +88,25 @@ def _occurrences(finding: Finding, target: TargetRun) -> int:
     """Cases that showed this kind of finding, or a narrower one that it explains."""
     return sum(
         any(other.id == finding.id or finding.explains(other) for other in result.findings)
-        for result in target.all_results
+        for result in (*target.all_results, *target.compiled)
     )
 
 
 def _cell(target: TargetRun, check: str, tensor: str) -> Cell:
-    shares = [r.shares[check, tensor] for r in target.all_results if (check, tensor) in r.shares]
-    findings = sum(any(f.check == check and f.tensor == tensor for f in r.findings) for r in target.all_results)
+    results = target.compiled if check == aot.NAME else target.all_results
+    shares = [r.shares[check, tensor] for r in results if (check, tensor) in r.shares]
+    findings = sum(any(f.check == check and f.tensor == tensor for f in r.findings) for r in results)
     if findings:
         status = FINDING
-    elif not CHECKS[check].is_claimed(target.description):
+    elif not _is_claimed(target, check, tensor):
         status = NOT_CLAIMED
     elif shares:
         status = CONFORMS
-    elif any(check in result.cannot_ask for result in target.all_results):
+    elif any(check in result.cannot_ask for result in results):
         status = DECLINED
-    elif any(check in result.no_question for result in target.all_results):
+    elif any(check in result.no_question for result in results):
         status = NO_QUESTION
-    elif any(result.status == DECLINED and _has(target, result.case, check, tensor) for result in target.all_results):
+    elif any(result.status == DECLINED and _has(target, result.case, check, tensor) for result in results):
         status = DECLINED
     else:
         status = NOT_TRIED
@@ -115,9 +120,9 @@ def _doubts(target: TargetRun, run: Run, counts: dict[str, int], cells: tuple[Ce
     asked = [check for check in run.plan.check_names if check != "contract"]
     if done and asked and all(cell.status == NO_QUESTION for cell in cells if cell.check in asked):
         doubts.append("nothing was asked but whether it answers: no verdict")
-    if not done:
+    if not done and (run.plan.cases or not run.plan.compiled):
         doubts.append("nothing ran: no verdict")
-    elif counts[DECLINED] == len(target.all_results):
+    elif done and counts[DECLINED] == len(target.all_results):
         doubts.append("declined every case: no verdict")
     if done < len(run.plan.covering):
         doubts.append(f"the covering list is unfinished: {done} of {len(run.plan.covering)} cases")
@@ -125,6 +130,8 @@ def _doubts(target: TargetRun, run: Run, counts: dict[str, int], cells: tuple[Ce
         doubts.append("hypothesis drew no case before the time was up")
     if counts[INCONCLUSIVE]:
         doubts.append(f"{counts[INCONCLUSIVE]} cases were lost once and passed when run again alone")
+    if run.plan.compiled and all(result.status == DECLINED for result in target.compiled):
+        doubts.append(f"{aot.NAME} was asked for, and nothing was compiled")
     owed = (cell for cell in cells if not cell.cases and _is_owed(target, cell))
     if run.plan.num_hosts > 1:
         owed = (cell for cell in owed if cell.tensor != "dsinks")  # a limit, said below: every host adds to it
@@ -176,14 +183,23 @@ def _limits(target: TargetRun, run: Run, counts: dict[str, int]) -> list[str]:
 
 def _is_owed(target: TargetRun, cell: Cell) -> bool:
     """Whether a case that the target took has the tensor, for this check, and the target claims it."""
-    if not CHECKS[cell.check].is_claimed(target.description) or cell.status == NO_QUESTION:
+    if cell.check == aot.NAME or cell.status == NO_QUESTION or not _is_claimed(target, cell.check, cell.tensor):
         return False
     taken = (result.case for result in target.all_results if result.status != DECLINED)
     return any(_has(target, case, cell.check, cell.tensor) for case in taken)
 
 
+def _is_claimed(target: TargetRun, check: str, tensor: str) -> bool:
+    """Whether the check holds the target to something that it says of itself, or to what every target owes."""
+    if check == aot.NAME:
+        return tensor == "program" or target.description.communication is not None
+    return CHECKS[check].is_claimed(target.description)
+
+
 def _has(target: TargetRun, case: Case, check: str, tensor: str) -> bool:
     """Whether a target that takes the case has the tensor to show to the check."""
+    if check == aot.NAME:
+        return True
     if not CHECKS[check].asks_about(case):
         return False
     present = {

@@ -77,7 +77,7 @@ def _documented(heading: str) -> set[str]:
 
 
 def test_the_fields_are_the_documented_ones(run_of_three: Run) -> None:
-    names = ("versions", "mesh", "profile", "seed", "list_hash", "cases", "covering_cases")
+    names = ("versions", "mesh", "profile", "seed", "list_hash", "cases", "covering_cases", "compiled_cases")
     content = report_content(run_of_three, dict.fromkeys(names))
     top = _documented('`"inf"`, `"-inf"`.')
     assert set(content) - {"format", "version"} == top - {"case"}, "docs/report.md, the report (`case`: of a replay)"
