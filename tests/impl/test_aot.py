@@ -15,6 +15,7 @@ import pytest
 from impl.wire_bytes import LayerShape, WireBytes, wire_bytes
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed: halocheck[aot]"),
 ]
 
@@ -103,9 +104,7 @@ def between(order: list[str], start: str) -> list[str]:
     return order[order.index(start) + 1 : order.index(start.replace("-start", "-done"))]
 
 
-@pytest.mark.parametrize(
-    "load_balance", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["contiguous", "dual_chunk_swap"]
-)
+@pytest.mark.parametrize("load_balance", [False, True], ids=["contiguous", "dual_chunk_swap"])
 def test_the_interior_kernels_run_while_the_halo_travels(load_balance, received_in_hlo) -> None:
     compiled = compiled_for_v6e(local_context_parallel_strategy="halo", context_parallel_load_balance=load_balance)
     order = schedule(compiled["hlo"])
@@ -125,7 +124,6 @@ def test_the_interior_kernels_run_while_the_halo_travels(load_balance, received_
     assert received == expected.forward + expected.backward, "the bytes that the table states, and no more"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
 def test_smaller_head_dims_compile_too(head_dim) -> None:
     compiled = compiled_for_v6e(local_context_parallel_strategy="halo", head_dim=head_dim)
@@ -137,7 +135,6 @@ def collective_dtypes(hlo: str, kind: str) -> set[str]:
     return set(re.findall(rf"= \(?([a-z0-9]+)\[[^=]*? {kind}(?:-start)?\(", hlo))
 
 
-@pytest.mark.slow
 def test_all_gather_sums_its_gradients_in_float32(received_in_hlo) -> None:
     hlo = compiled_for_v6e(context_parallel_strategy="all_gather")["hlo"]
     assert collective_dtypes(hlo, "reduce-scatter") == {"f32"}, "XLA narrows such sums unless it is kept from it"
@@ -145,7 +142,6 @@ def test_all_gather_sums_its_gradients_in_float32(received_in_hlo) -> None:
     check_bytes(received_in_hlo(hlo, 8), stated("all_gather", False, (None, 0)))
 
 
-@pytest.mark.slow
 def test_replicated_kv_heads_sum_their_gradients_in_float32() -> None:
     hlo = compiled_for_v6e(kv_heads=1, tensor=2, local_context_parallel_strategy="halo")["hlo"]
     assert collective_dtypes(hlo, "all-reduce") == {"f32"}, "the sum over tensor shards must not be rounded on the way"
@@ -156,7 +152,6 @@ def check_bytes(received: int, expected: WireBytes) -> None:
     assert expected.backward <= received <= expected.forward + expected.backward, "no more than the table states"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ring", "ulysses", "usp"])
 @pytest.mark.parametrize("load_balance", [False, True], ids=["contiguous", "dual_chunk_swap"])
 def test_other_strategies_compile_and_fit(strategy, load_balance, received_in_hlo) -> None:
