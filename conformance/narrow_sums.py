@@ -18,8 +18,9 @@ State = frozenset[str]
 # that travelled so; moved and perhaps widened since, but not yet computed with. And which narrow sums it is made of.
 _NOTHING: State = frozenset()
 _INPUT, _COTANGENT, _ROUNDED, _TRAVELLED = "input", "cotangent", "rounded", "travelled"
+_TRAVELLED_WIDE = "travelled in float32, rounded before"
 _SUM = "sum: "
-_NOT_COMPUTED_WITH = {_ROUNDED, _TRAVELLED}
+_NOT_COMPUTED_WITH = {_ROUNDED, _TRAVELLED, _TRAVELLED_WIDE}
 
 _SUMS_OVER_RANKS = ("psum", "psum_invariant", "reduce_scatter", "unreduced_psum", "unreduced_reduce_scatter")
 _TRAVELS = ("all_gather", "all_gather_invariant", "all_to_all", "ppermute", "ragged_all_to_all")
@@ -49,8 +50,11 @@ _MOVES = (
     "transpose",
 )
 _ADDS = ("add", "add_any", "cumsum", "reduce_sum", "scatter-add", "sub")
+_SUMS_INSIDE = ("dot_general", "pallas_call")
 _MANTISSA_BITS_OF_FLOAT32 = 23
 _NARROW = ("bfloat16", "float16", "float8")
+OF_ROUNDED = "of what was rounded"
+"""How a sum in float32 of partial results that were rounded before is told."""
 
 
 def narrow_sums(program: Any, cotangents: Sequence[bool]) -> list[list[str]]:
@@ -92,16 +96,18 @@ def _after(equation: Any, inputs: list[State]) -> list[State]:
     if name in _SUMS_OVER_RANKS and narrow and _COTANGENT in together:
         sums |= {f"{_SUM}{name} of {narrow}"}
     if name in _SUMS_OVER_RANKS and _ROUNDED in together and not narrow:
-        sums |= {f"{_SUM}{name} of what was rounded"}
+        sums |= {f"{_SUM}{name} {OF_ROUNDED}"}
     if name in _ADDS and _TRAVELLED in together:
         sums |= {f"{_SUM}adding what arrived narrow"}
+    elif name in _ADDS and _TRAVELLED_WIDE in together:
+        sums |= {f"{_SUM}adding what arrived, {OF_ROUNDED}"}
     keeps = name in (*_MOVES, *_TRAVELS) and not (name == "mul" and all(_INPUT in state for state in inputs))
     if not keeps:
         together -= _NOT_COMPUTED_WITH
-    if _rounds(equation) and not narrow and _COTANGENT in together:
+    if ((_rounds(equation) and not narrow) or _comes_out_narrow(equation)) and _COTANGENT in together:
         together |= {_ROUNDED}
     if name in _TRAVELS and _COTANGENT in together and (narrow or _ROUNDED in together):
-        together |= {_TRAVELLED}
+        together |= {_TRAVELLED if narrow else _TRAVELLED_WIDE}
     if len(inputs) == len(equation.outvars) > 1:  # a barrier, or several arrays at once: each goes its own way
         return [(state & together if keeps else state - _NOT_COMPUTED_WITH) | sums for state in inputs]
     return [together | sums] * len(equation.outvars)
@@ -112,6 +118,13 @@ def _rounds(equation: Any) -> bool:
     if equation.primitive.name == "reduce_precision":
         return equation.params["mantissa_bits"] < _MANTISSA_BITS_OF_FLOAT32
     return equation.primitive.name == "convert_element_type" and str(equation.outvars[0].aval.dtype).startswith(_NARROW)
+
+
+def _comes_out_narrow(equation: Any) -> bool:
+    """Whether it sums wide inside, as a matrix product does, and gives the sum rounded."""
+    return equation.primitive.name in _SUMS_INSIDE and any(
+        str(getattr(var.aval, "dtype", "")).startswith(_NARROW) for var in equation.outvars
+    )
 
 
 def _after_scan(equation: Any, inputs: list[State]) -> list[State]:

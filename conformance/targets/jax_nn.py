@@ -7,7 +7,8 @@ keys. Declines what the function does not have. May touch: JAX. Tests: tests/con
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -18,10 +19,11 @@ from conformance.targets.gathered import Rows, attention_on_gathered_keys, decli
 
 @dataclass(frozen=True)
 class _DotProductAttention:
-    """`jax.nn.dot_product_attention` on gathered keys."""
+    """`jax.nn.dot_product_attention` on gathered keys. Gradients come in the dtype of key: each rank's are rounded."""
 
     name: str = "jax.nn"
     communication: str = "all_gather"
+    precision: Mapping[str, bool] = field(default_factory=lambda: {"rounded_partials": True})
 
     def supports(self, problem: Problem) -> str | None:
         """The reason to decline: features that `jax.nn.dot_product_attention` does not have."""

@@ -5,7 +5,8 @@ Expected bytes are worked out by hand, from the window and the shapes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -86,6 +87,14 @@ def test_gradients_summed_across_ranks_in_bfloat16_are_seen_in_every_form(judged
         assert not narrow & found, "float32 is wide enough"
 
 
+def test_rounded_partial_gradients_are_allowed_where_they_are_declared_and_narrow_sums_are_not() -> None:
+    rounded, narrow = ["dkey", "reduce_scatter of what was rounded"], ["dvalue", "reduce_scatter of bfloat16"]
+    both = {("backward", f"sums {tensor} across ranks in less than float32") for tensor in ("dkey", "dvalue")}
+    assert _kinds(_made_up(narrow_sums=[rounded, narrow])) == both, "nothing is declared"
+    declared = {"rounded_partials": True}
+    assert _kinds(_made_up(declared, narrow_sums=[rounded, narrow])) == {max(both)}, "the sum is still owed in float32"
+
+
 def test_rounded_rows_are_allowed_where_they_are_declared_and_reported(judged: Judged) -> None:
     outcome = judged("sending:rounded_halo", _CASE, "collectives")
     assert outcome.findings == (), "8 rows for the 5 that the window reaches, as declared"
@@ -102,9 +111,9 @@ def test_a_kernel_that_sends_by_itself_is_not_taken_for_one_that_sends_nothing()
     assert _made_up(remote_copies=2) == Outcome(), "nothing is known, so nothing conforms"
 
 
-def _made_up(**facts: Any) -> Outcome:
+def _made_up(precision: Mapping[str, bool] = MappingProxyType({}), **facts: Any) -> Outcome:
     """The judgement of a halo whose programs have these facts."""
-    description = TargetDescription("m:t", "t", communication="halo")
+    description = TargetDescription("m:t", "t", communication="halo", precision=dict(precision))
     message = {"facts": {"traced": [], "compiled": [], "narrow_sums": [], "remote_copies": 0} | facts}
     return CHECKS["collectives"].run(Evidence(description, parse_case(_CASE), message, {}))
 

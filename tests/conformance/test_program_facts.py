@@ -132,6 +132,11 @@ def _rounded(array: Any) -> Any:
     return array.astype(jnp.float32).astype(jnp.bfloat16).astype(jnp.float32)
 
 
+def _product(x: Any, cotangent: Any, dtype: str = "bfloat16") -> Any:
+    """A matrix product with a cotangent, whose sums come out in `dtype`."""
+    return jnp.einsum("a,b->b", x, cotangent, preferred_element_type=jnp.dtype(dtype))
+
+
 def _ring_of(dtype: Any) -> Callable[..., Any]:
     """The gradient of passing keys rotates in `dtype`, and each rank adds its own part."""
 
@@ -168,8 +173,11 @@ def _ring_of(dtype: Any) -> Callable[..., Any]:
         (lambda x, ct: lax.psum(_rounded(x * ct), "context").astype(x.dtype), ["psum of what was rounded"]),
         (
             lambda x, ct: (_rounded(x * ct) + lax.ppermute(_rounded(x * ct), "context", _SHIFT)).astype(x.dtype),
-            ["adding what arrived narrow"],
+            ["adding what arrived, of what was rounded"],
         ),
+        (lambda x, ct: lax.psum(_product(x, ct).astype("float32"), "context"), ["psum of what was rounded"]),
+        (lambda x, ct: lax.psum(_product(x, ct, "float32"), "context"), []),
+        (lambda x, ct: _product(x, ct).astype("float32") * 2.0 + x, []),
         (
             lambda x, ct: lax.reduce_precision(lax.all_gather(x.astype("float32") * ct, "context"), 8, 7).sum(0),
             [],
@@ -180,8 +188,8 @@ def _ring_of(dtype: Any) -> Callable[..., Any]:
     ids=[
         *("psum", "reduce_scatter", "wide psum", "psum of keys", "permute and add", "padded and widened, then added"),
         *("wide permute", "keys travel narrow", "a cotangent that is computed with", "narrow ring", "wide ring"),
-        *("rounded psum", "rounded, then sent and added", "gathered, then rounded", "rounded after the sum"),
-        "rounded, and never sent",
+        *("rounded psum", "rounded, then sent and added", "a product that comes out rounded", "a wide product"),
+        *("a rounded product that stays", "gathered, then rounded", "rounded after the sum", "rounded, and never sent"),
     ],
 )
 def test_sums_of_gradients_in_less_than_float32_are_told_from_all_others(function: Any, expected: list[str]) -> None:
