@@ -44,7 +44,7 @@ class _SplashAttention:
 
     name: str = "tokamax_splash"
     communication: str = "all_gather"
-    precision: Mapping[str, bool] = field(default_factory=lambda: {"prescaled_query": True})
+    precision: Mapping[str, bool] = field(default_factory=lambda: {"prescaled_query": True, "rounded_partials": True})
 
     def supports(self, problem: Problem) -> str | None:
         """The reason to decline."""
