@@ -1,7 +1,7 @@
 """Variants: further inputs for the program of a case, each a pure function of the case and named by what it is for.
 
 A program that is compiled already answers them at once: reading out its masks, or showing that it does not notice what
-it must not see. May touch: codes, poison, inputs; never JAX. Tests: tests/conformance/test_variants.py.
+it must not see. May touch: codes, poison, inputs, designated; never JAX. Tests: tests/conformance/test_variants.py.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import numpy as np
 from jaxtyping import Bool
 
 from conformance.codes import coded_inputs, loud_inputs
+from conformance.designated import asks_lse
 from conformance.inputs import Inputs, inputs_of, redraw
 from conformance.philox import Draws
 from conformance.poison import with_poisoned_keys, with_poisoned_queries
@@ -109,9 +110,15 @@ def _changed_inputs(case: Case, draws: DrawInputs) -> Inputs:
     )
 
 
+def _lse_alone(draws: DrawInputs) -> Inputs:
+    """Draw 0, of whose results lse alone is used."""
+    first = draws(0)
+    return dataclasses.replace(first, dout=np.zeros_like(first.dout))
+
+
 def _variant(check: str, name: str, build: Callable[[Case, DrawInputs], Inputs]) -> Variant:
     """A variant, for every case whose program runs in a fraction of the time that it takes to compile (`loud`: for half
-    of them).
+    of them, `lse_alone` for those that call attention_with_lse).
 
     Of a larger case the call is repeated, and one other variant is run, by turns of the seed; of a very large one, one
     variant. A case that is too large to be answered everywhere has none.
@@ -124,6 +131,8 @@ def _variant(check: str, name: str, build: Callable[[Case, DrawInputs], Inputs])
             if _logits(case) > MANY_LOGITS:
                 return name == _VERY_LARGE_TURNS[case.seed % len(_VERY_LARGE_TURNS)]
             return name in ("again", _LARGE_TURNS[case.seed % len(_LARGE_TURNS)])
+        if name == "lse_alone":
+            return asks_lse(case)
         return name != "loud" or case.seed % _LOUD_STRIDE == 0
 
     return Variant(check, build, applies)
@@ -150,6 +159,7 @@ VARIANTS: dict[str, Variant] = {
         "invariance", "poisoned_queries", lambda case, draws: with_poisoned_queries(case, draws(0))
     ),
     "changed": _variant("invariance", "changed", _changed_inputs),
+    "lse_alone": _variant("invariance", "lse_alone", lambda case, draws: _lse_alone(draws)),
     # Last, so that whatever a target keeps from call to call has had its chance.
     "again": _variant("invariance", "again", lambda case, draws: draws(0)),
 }

@@ -31,10 +31,12 @@ _MOVES = {
     "poisoned_keys": "moves with keys that it must not see",
     "poisoned_queries": "moves with queries that it must not see",
     "changed": "moves with another batch row or head",
+    "lse_alone": "moves with its cotangents",
     "again": "differs when the same call is repeated",
 }
 _NOT_ZERO = "is not zero where its cotangents are"
 _NOT_ATTENTION = "of attention_with_lse is not attention's where the cotangent of lse is zero"
+_OF_LSE_ALONE = "is wrong where the cotangent of out is zero"
 _OF_KEYS = ("dkey", "dvalue")
 
 Fixed = Mapping[str, np.ndarray]
@@ -97,9 +99,27 @@ def _looked_at(evidence: Evidence, variant: str) -> Iterator[_Looked]:
             yield from _with_zero_cotangents(evidence, call, tensor, got)
             if call == "attention_with_lse":
                 continue  # draw 0 has a cotangent of lse, and `changed` has none
+        if variant == "lse_alone" and tensor.startswith("d"):
+            yield _of_lse_alone(evidence, call, tensor, got)
+            continue
         must = np.broadcast_to(_spread(fixed[tensor], got), got.shape)
         if must.any():
             yield _Looked(call, tensor, _MOVES[variant], base, got, must & ~same)
+
+
+def _of_lse_alone(evidence: Evidence, call: str, tensor: str, got: np.ndarray) -> _Looked:
+    """Gradients are linear in the cotangents: what lse alone gives is what both give without what out gives."""
+    if call == "attention":
+        return _Looked(call, tensor, _NOT_ZERO, np.zeros_like(got), got, _not_zero(evidence, call, tensor, got))
+    both, of_out = evidence.answer(0, call), evidence.answer(0, "attention")
+    reference = both.reference[tensor] - of_out.reference[tensor]
+    found = compare(got, reference, both.allowance[tensor] + of_out.allowance[tensor], None)
+    return _Looked(call, tensor, _OF_LSE_ALONE, reference, got, ~(found.shares <= 1))
+
+
+def _not_zero(evidence: Evidence, call: str, tensor: str, got: np.ndarray) -> np.ndarray:
+    """Where it is not; but what is not finite whatever the data is not of this check."""
+    return (got != 0) & ~(np.isnan(got) & np.isnan(evidence.in_position_order(f"0/{call}/{tensor}")))
 
 
 def _with_zero_cotangents(evidence: Evidence, call: str, tensor: str, got: np.ndarray) -> Iterator[_Looked]:
@@ -108,8 +128,7 @@ def _with_zero_cotangents(evidence: Evidence, call: str, tensor: str, got: np.nd
     fixed = _fixed(evidence, "changed")[tensor]
     where = np.broadcast_to(_spread(zero, got), got.shape)
     if where.any():
-        # What is not finite whatever the data is not of this check.
-        wrong = where & (got != 0) & ~(np.isnan(got) & np.isnan(evidence.in_position_order(f"0/{call}/{tensor}")))
+        wrong = where & _not_zero(evidence, call, tensor, got)
         yield _Looked(call, tensor, _NOT_ZERO, np.zeros_like(got), got, wrong)
     if call == "attention_with_lse" and fixed.any():
         answer = evidence.answer(0, "attention")
@@ -122,7 +141,7 @@ def _with_zero_cotangents(evidence: Evidence, call: str, tensor: str, got: np.nd
 def _fixed(evidence: Evidence, variant: str) -> Fixed:
     """What must not move; out and lse of a row without keys may, where the target leaves them undefined."""
     case = evidence.case
-    if variant == "again":
+    if variant in ("again", "lse_alone"):
         fixed = _by_tensor(case, np.ones((case.problem.batch, case.problem.num_query_heads), bool))
     elif variant == "changed":
         fixed = _by_tensor(case, ~changed_part(case))
@@ -195,7 +214,7 @@ def _finding(evidence: Evidence, variant: str, moved: _Looked) -> Finding:
         index=index,
         expected=expected,
         got=got,
-        allowance=None if moved.signature == _NOT_ATTENTION else 0.0,
+        allowance=None if moved.signature in (_NOT_ATTENTION, _OF_LSE_ALONE) else 0.0,
         share=np.inf,
         detail=f"in {moved.call}, variant {variant}",
     )

@@ -22,7 +22,7 @@ Modelled = Callable[..., Evidence]
 Judged = Callable[[str, str, str], Outcome]
 Change = Callable[[np.ndarray], np.ndarray]
 
-_VARIANTS = ("poisoned_keys", "poisoned_queries", "changed", "again")
+_VARIANTS = ("poisoned_keys", "poisoned_queries", "changed", "lse_alone", "again")
 _PLAIN = "v=1 batch=2 seq_len=16 num_query_heads=4 num_kv_heads=2 sliding_window_size=3 context_parallelism=4"
 _CASES = [
     _PLAIN,
@@ -163,6 +163,32 @@ def test_without_cotangent_of_lse_the_gradients_are_those_of_attention(right_evi
     (found,) = _with(right, {name: right.arrays[name] * 1.01}).findings
     assert found.signature == "of attention_with_lse is not attention's where the cotangent of lse is zero"
     assert found.tensor == "dkey"
+
+
+@pytest.mark.parametrize("tensor", ["dquery", "dkey", "dsinks"])
+def test_gradients_that_are_lost_where_lse_alone_is_used_are_a_finding(
+    right_evidence: Callable[..., Evidence], tensor: str
+) -> None:
+    case = parse_case("v=1 batch=2 seq_len=8 sliding_window_size=3 sinks=true")
+    right = right_evidence(case, variants=("lse_alone", "again"), has_lse=True)
+    assert invariance.check(right).findings == (), "the oracle's"
+    name = f"lse_alone/attention_with_lse/{tensor}"
+    (found,) = _with(right, {name: np.zeros_like(right.arrays[name])}).findings
+    assert (found.tensor, found.signature) == (tensor, "is wrong where the cotangent of out is zero")
+    assert found.got == 0, "no gradient"
+    assert found.expected == pytest.approx(float(right.arrays[name][found.index])), "the oracle's to dlse alone"
+
+
+def test_without_any_cotangent_no_gradient_is_the_least_above_zero(modelled: Modelled) -> None:
+    evidence = modelled(parse_case(_PLAIN), ("invariance",))
+    for tensor in ("dquery", "dkey", "dvalue"):
+        name = f"lse_alone/attention/{tensor}"
+        array = evidence.arrays[name].copy()
+        assert not array.any(), "attention's own cotangent is that of out"
+        array.flat[5] = 1e-30
+        assert _kinds(_with(evidence, {name: array})) == {tensor: _OF_CALL}
+    array = evidence.arrays["lse_alone/attention/out"] + 1e-12
+    assert _kinds(_with(evidence, {"lse_alone/attention/out": array})) == {"out": "moves with its cotangents"}
 
 
 # --- the same call again --------------------------------------------------------------------------------------

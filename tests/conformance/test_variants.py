@@ -36,19 +36,26 @@ def _logits(case: Case, inputs: Inputs) -> np.ndarray:
 def test_a_small_case_has_every_variant_and_half_of_them_the_loud_one() -> None:
     assert variants_of(_CASE, _BOTH) == tuple(VARIANTS), "seed 0: all, in order"
     assert "loud" not in variants_of(_CASE.replace(seed=1), _BOTH), "an odd seed"
+    assert "lse_alone" not in variants_of(_CASE.replace(seed=2), _BOTH), "a case whose lse nobody asks for"
 
 
 def test_only_variants_of_checks_that_were_asked_are_run() -> None:
     assert variants_of(_CASE, ("contract", "output")) == (), "none of theirs"
     assert variants_of(_CASE, ("visibility",)) == ("coded", "loud")
-    assert variants_of(_CASE, ("invariance",)) == ("poisoned_keys", "poisoned_queries", "changed", "again")
+    assert variants_of(_CASE, ("invariance",)) == (
+        "poisoned_keys",
+        "poisoned_queries",
+        "changed",
+        "lse_alone",
+        "again",
+    )
 
 
 def test_a_large_case_is_repeated_and_takes_the_others_by_turns() -> None:
     large = parse_case("v=1 seq_len=512 num_query_heads=4 head_dim=64 sliding_window_size=64")
     turns = [variants_of(large.replace(seed=seed), _BOTH) for seed in range(6)]
     assert all(len(turn) == 2 and turn[1] == "again" for turn in turns), "two more runs of the program"
-    assert {turn[0] for turn in turns} == set(VARIANTS) - {"again"}, "each has its turn"
+    assert {turn[0] for turn in turns} == set(VARIANTS) - {"again", "lse_alone"}, "each has its turn"
 
 
 def test_a_very_large_case_has_one_variant_by_turns() -> None:
@@ -90,6 +97,14 @@ def test_the_repeated_call_has_the_data_of_the_first_draw() -> None:
     again, first = variant_inputs(_CASE, "again"), inputs_of(_CASE)
     for tensor in _TENSORS:
         assert np.array_equal(getattr(again, tensor), getattr(first, tensor)), tensor
+
+
+def test_of_lse_alone_is_the_first_draw_with_no_other_cotangent() -> None:
+    alone, first = variant_inputs(_CASE, "lse_alone"), inputs_of(_CASE)
+    assert not alone.dout.any(), "out is not used"
+    assert first.dlse.any(), "lse is"
+    for tensor in set(_TENSORS) - {"dout"}:
+        assert np.array_equal(getattr(alone, tensor), getattr(first, tensor)), tensor
 
 
 # --- coded and loud inputs ------------------------------------------------------------------------------------
