@@ -1,6 +1,7 @@
 """Tells a process that still gets somewhere from one that hangs, exhausts memory or prints without end.
 
-A hang is judged by CPU time, not by the clock: a machine may be slow, a deadlock uses no CPU.
+A hang is judged by CPU time, not by the clock: a machine may be slow, a deadlock uses no CPU. Nor does it wait for any:
+on a machine where others take every core, time in the queue for one tells who would go on if it could.
 May touch: what the system says of processes. Tests: tests/conformance/test_watch.py, tests/conformance/test_process.py.
 """
 
@@ -17,6 +18,10 @@ import psutil
 # A worker that uses less than IDLE_CPU_SECONDS of CPU in IDLE_SECONDS waits for something that will not come.
 IDLE_SECONDS = 15.0
 IDLE_CPU_SECONDS = 0.3
+# What could go on waits for a core nearly all of the time; a hung process has threads that wake for a moment.
+STARVED_SHARE = 0.2
+# Who has had no core for so long is given up all the same.
+STARVED_SECONDS = 600.0
 # A case takes a second or two of CPU, its compilation included; this is for a loop that never ends.
 BUSY_CPU_SECONDS = 600.0
 # Of the machine's memory, or of what its control group may use. Beyond it the system would end whom it likes.
@@ -39,6 +44,8 @@ class Usage:
     cpu_seconds: float
     resident_bytes: int = 0
     printed_bytes: int = 0
+    queued_seconds: float = 0.0
+    """How long its threads were ready to run and had no core."""
 
 
 class Watch:
@@ -46,7 +53,8 @@ class Watch:
 
     def __init__(self, before: Usage) -> None:
         self._started_at = self._used = before.cpu_seconds
-        self._idle_since = self._looked_at = time.monotonic()
+        self._queued = before.queued_seconds
+        self._unused_since = self._idle_since = self._looked_at = time.monotonic()
 
     def lost(self, usage: Callable[[], Usage]) -> str | None:
         """One of WITHOUT_END once it is so. It looks at `usage` now and then only: a look costs milliseconds."""
@@ -60,9 +68,13 @@ class Watch:
             return PRINTS_WITHOUT_END
         # It falls when a process that the worker started has ended.
         if abs(used.cpu_seconds - self._used) > IDLE_CPU_SECONDS:
-            self._used, self._idle_since = used.cpu_seconds, now
-        if now - self._idle_since > IDLE_SECONDS:
-            return HANGS[0]
+            self._used, self._unused_since = used.cpu_seconds, now
+            self._idle_since, self._queued = now, used.queued_seconds
+        if (idle := now - self._idle_since) > IDLE_SECONDS:
+            is_starved = used.queued_seconds - self._queued > STARVED_SHARE * idle
+            if not is_starved or now - self._unused_since > STARVED_SECONDS:
+                return HANGS[0]
+            self._idle_since, self._queued = now, used.queued_seconds
         return HANGS[1] if used.cpu_seconds - self._started_at > BUSY_CPU_SECONDS else None
 
 
@@ -73,7 +85,7 @@ def memory_limit() -> int:
 
 def usage_of(pid: int) -> Usage:
     """Of a process and of every process it started; without `printed_bytes`."""
-    seconds, resident = 0.0, 0
+    seconds, resident, queued = 0.0, 0, 0.0
     with contextlib.suppress(psutil.Error):
         process = psutil.Process(pid)
         for member in (process, *process.children(recursive=True)):
@@ -81,7 +93,15 @@ def usage_of(pid: int) -> Usage:
                 times = member.cpu_times()
                 seconds += times.user + times.system
                 resident += member.memory_info().rss
-    return Usage(seconds, resident)
+                queued += sum(_queued_seconds(member.pid))
+    return Usage(seconds, resident, queued_seconds=queued)
+
+
+def _queued_seconds(pid: int) -> Iterator[float]:
+    """Of each thread. Linux's own count, in nanoseconds; where there is none, nothing is known to wait."""
+    for path in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+        with contextlib.suppress(OSError, ValueError, IndexError):  # a thread that has ended
+            yield int(path.read_text().split()[1]) / 1e9
 
 
 def _group_limits() -> Iterator[int]:

@@ -31,6 +31,20 @@ def test_one_that_uses_none_hangs_after_its_time_and_not_before(clock: None) -> 
     assert answers == [None] * int(watch.IDLE_SECONDS) + [HANGS[0]], "at the end of the time"
 
 
+def test_one_that_waits_for_a_core_on_a_full_machine_is_no_hang_until_it_has_had_none_for_long(clock: None) -> None:
+    watched, seconds = Watch(Usage(0.0)), itertools.count(1)
+    answers = [watched.lost(lambda: Usage(0.1, queued_seconds=0.5 * next(seconds))) for _ in range(620)]
+    assert answers[:600] == [None] * 600, "others have the cores"
+    assert HANGS[0] in answers[600:], "but not for ever"
+
+
+def test_threads_that_wake_for_a_moment_now_and_then_make_no_progress(clock: None) -> None:
+    watched, seconds = Watch(Usage(0.0, queued_seconds=7.0)), itertools.count(1)
+    queued = [7.0 + 0.1 * next(seconds) for _ in range(int(watch.IDLE_SECONDS) + 1)]
+    answers = [watched.lost(lambda so_far=so_far: Usage(0.1, queued_seconds=so_far)) for so_far in queued]
+    assert answers == [None] * int(watch.IDLE_SECONDS) + [HANGS[0]], "a tenth of a second in each is no waiting"
+
+
 def test_more_cpu_than_any_case_takes_is_too_much(clock: None) -> None:
     watched = Watch(Usage(10.0))
     assert watched.lost(lambda: Usage(10.0 + watch.BUSY_CPU_SECONDS)) is None, "since its last message"
@@ -59,3 +73,13 @@ def test_usage_is_of_this_process_and_nothing_of_one_that_is_gone() -> None:
     assert here.cpu_seconds > 0, "it has run"
     assert here.resident_bytes > 1 << 20, "and holds something"
     assert watch.usage_of(2**22 + 1) == Usage(0.0, 0), "no such process"
+
+
+def test_waiting_for_a_core_is_counted_thread_by_thread(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for thread, counts in (("7", "5 2000000000 1\n"), ("8", "9 500000000 4\n"), ("9", "")):
+        (tmp_path / "task" / thread).mkdir(parents=True)
+        (tmp_path / "task" / thread / "schedstat").write_text(counts)
+    monkeypatch.setattr(watch, "Path", lambda path: tmp_path / "task" if path == "/proc/7/task" else Path(path))
+    assert sum(watch._queued_seconds(7)) == 2.5, (
+        "seconds in the queue, not on a core; a thread that has gone counts not"
+    )
