@@ -83,16 +83,16 @@ def _pallas_halo(model: str, kernel: str) -> tuple[Callable[..., Any], list[tupl
 
     from impl.kernels.interface import KernelConfig
     from impl.kernels.pallas_blocks import Band
-    from impl.kernels.pallas_halo import Blocks
+    from impl.kernels.pallas_fit import VMEM_OF_OTHERS, Blocks
     from impl.kernels.pallas_halo_backward import BackwardResult, BandCotangents, band_backward
     from impl.kernels.pallas_halo_forward import BandOperands, band_forward
 
     num_query_heads, num_kv_heads, dim = MODELS[model]
-    group, blocks = num_query_heads // num_kv_heads, Blocks.fitting(ROWS, WINDOW - 1)
+    group, blocks = num_query_heads // num_kv_heads, Blocks(512, 256)
     outer = -(-(WINDOW - 1) // blocks.block)
     inner, final = ROWS // blocks.block - outer, (ROWS - WINDOW + 1) // blocks.block
     band = Band(WINDOW - 1, blocks.block, blocks.tile, outer, inner, num_kv_heads, num_kv_heads, group, final)
-    config = KernelConfig((WINDOW - 1, 0), dim**-0.5)
+    config = KernelConfig((WINDOW - 1, 0), dim**-0.5, vmem_bytes=VMEM_OF_OTHERS)
     narrow, wide = jnp.bfloat16, jnp.float32
     queries, keys = ((num_kv_heads, group, ROWS, dim), narrow), ((num_kv_heads, ROWS, dim), narrow)
     rows, tail = (queries[0][:3], wide), ((num_kv_heads, outer * blocks.block, dim), wide)

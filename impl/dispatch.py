@@ -10,12 +10,14 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int32
 
+from impl import layout as layouts
 from impl.all_gather import all_gather
 from impl.config import AttentionConfig, AttentionType, ResolvedLayer, resolve
 from impl.halo import halo
 from impl.heads import plan_heads
 from impl.kernels import pallas_halo, splash
 from impl.kernels.interface import KernelConfig
+from impl.kernels.pallas_fit import Blocks, RowSizes, vmem_of
 from impl.layer import Layer
 from impl.ring import ring
 from impl.strategy import Operands
@@ -84,6 +86,7 @@ def _layer(
             attn_logits_soft_cap=None if config.attn_logits_soft_cap is None else float(config.attn_logits_soft_cap),
             padding_segment_id=None if padding_segment_id is None else int(padding_segment_id),
             interpret=not _is_tpu(mesh),
+            vmem_bytes=vmem_of(mesh.devices.flat[0]) if _is_tpu(mesh) else None,
         ),
         context_axis=config.context_axis,
         data_axis=config.data_axis if config.data_axis in mesh.axis_names else None,
@@ -94,18 +97,39 @@ def _layer(
 
 
 def _kernel(operands: dict, mesh: Mesh, config: AttentionConfig, resolved: ResolvedLayer) -> str:
-    """The local kernel: the one that the config names, or what suits the mesh's devices."""
+    """The local kernel: the one that the config names, or on TPUs the first of our own and splash that runs the layer,
+    and xla elsewhere."""
     dtype = jnp.dtype(operands["query"].dtype)
     contiguous_keys = (resolved.strategy, resolved.layout) not in (("ring", "striped"), ("usp", "striped"))
     reasons = {
-        "pallas_halo": pallas_halo.unsupported(dtype, resolved.strategy, resolved.window),
+        "pallas_halo": pallas_halo.unsupported(dtype, resolved.strategy, resolved.window)
+        or _unfitting(operands, mesh, config, resolved),
         "splash": splash.unsupported(dtype, contiguous_keys),
         "xla": None,
     }
     if config.local_kernel and reasons[config.local_kernel] is not None:
         reason = reasons[config.local_kernel]
         raise ValueError(f"local_kernel {config.local_kernel!r} cannot run this layer: {reason}")
-    return config.local_kernel or ("splash" if _is_tpu(mesh) and reasons["splash"] is None else "xla")
+    suitable = [kernel for kernel, reason in reasons.items() if reason is None] if _is_tpu(mesh) else ["xla"]
+    return config.local_kernel or suitable[0]
+
+
+def _unfitting(operands: dict, mesh: Mesh, config: AttentionConfig, resolved: ResolvedLayer) -> str | None:
+    """Why the band of a block of queries does not fit into these TPUs' VMEM, or None."""
+    left = resolved.window[0]
+    if not _is_tpu(mesh) or left is None:
+        return None
+    _, seq_len, num_query_heads, head_dim = operands["query"].shape
+    rows = seq_len // (mesh.shape[config.context_axis] * layouts.chunks_per_rank(resolved.layout))
+    group = num_query_heads // operands["key"].shape[2]
+    sizes = RowSizes.of(operands["query"], operands["value"], group, operands["segment_ids"] is not None)
+    vmem = vmem_of(mesh.devices.flat[0])
+    if Blocks.fitting(rows, min(left, seq_len - 1), sizes, vmem) is not None:
+        return None
+    return (
+        f"it holds all keys that a block of queries sees in VMEM, of which these TPUs have {vmem >> 20} MiB to spare: "
+        f"too little for window {resolved.window} with head_dim {head_dim} and {group} query heads a kv head"
+    )
 
 
 def _is_tpu(mesh: Mesh) -> bool:

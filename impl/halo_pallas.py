@@ -18,7 +18,8 @@ from impl.exchange import HaloPlan
 from impl.kernels import pallas_halo
 from impl.kernels.interface import LocalGradients, RowCotangents, accumulation_dtype
 from impl.kernels.pallas_blocks import Band
-from impl.kernels.pallas_halo import Blocks, ChunkRows
+from impl.kernels.pallas_fit import Blocks, RowSizes
+from impl.kernels.pallas_halo import ChunkRows
 from impl.kernels.pallas_halo_backward import band_backward
 from impl.kernels.pallas_halo_forward import ForwardResult, band_forward
 from impl.kernels.xla import sink_gradient
@@ -95,7 +96,16 @@ def _calls(chunks: Sequence[ChunkRows], layer: Layer) -> list[tuple[Band, Band |
     """(boundary, interior) of each chunk."""
     left = layer.kernel_config.window[0]
     assert left is not None, "unsupported() declines unbounded windows"
-    return [pallas_halo.bands(chunk, left, Blocks.fitting(chunk.query.shape[1], left)) for chunk in chunks]
+    left = min(left, layer.seq_len - 1)
+    calls = []
+    for chunk in chunks:
+        rows, query_heads = chunk.query.shape[1:3]
+        group = query_heads // chunk.key.shape[2]
+        sizes = RowSizes.of(chunk.query, chunk.value, group, chunk.segment_ids is not None)
+        blocks = Blocks.fitting(rows, left, sizes, layer.kernel_config.vmem_bytes)
+        assert blocks is not None, "dispatch.py declines what does not fit"
+        calls.append(pallas_halo.bands(chunk, left, blocks))
+    return calls
 
 
 def _chunks(operands: Operands, received: Received, layer: Layer) -> list[ChunkRows]:

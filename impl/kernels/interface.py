@@ -62,6 +62,7 @@ class KernelConfig:
     key_offset: position of key row 0 minus position of query row 0, where queries and keys are contiguous runs of
         positions and this is known while tracing; None otherwise.
     interpret: whether a Pallas kernel is interpreted, because the mesh is not of TPUs.
+    vmem_bytes: of the mesh's TPUs, that a kernel may take; None where kernels are interpreted.
     """
 
     window: tuple[int | None, int | None]
@@ -70,6 +71,7 @@ class KernelConfig:
     padding_segment_id: int | None = None
     key_offset: int | None = None
     interpret: bool = False
+    vmem_bytes: int | None = None
 
 
 def accumulation_dtype(dtype: jnp.dtype) -> jnp.dtype:

@@ -1,10 +1,10 @@
 """Local attention with a window by Pallas TPU kernels that read a chunk's halo and its own keys as separate operands.
 
-Chooses blocks, brings rows into the kernels' order (heads first, whole blocks) and their results back; what the kernels
-decline is said by `unsupported`. Used by impl/halo_pallas.py; tested in tests/impl/test_pallas_halo.py.
+Divides a chunk into calls, brings rows into the kernels' order (heads first, whole blocks) and their results back; what
+the kernels decline is said by `unsupported`. Used by impl/halo_pallas.py; tested in tests/impl/test_pallas_halo.py.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -12,18 +12,17 @@ from jaxtyping import Array, Float, Int32
 
 from impl.kernels.interface import KernelConfig, RowCotangents
 from impl.kernels.pallas_blocks import LANES, Band
+from impl.kernels.pallas_fit import Blocks
 from impl.kernels.pallas_halo_backward import BackwardResult, BandCotangents
 from impl.kernels.pallas_halo_forward import BandOperands, ForwardResult
 
 NO_ROW_LSE = 1e30
 """Stands for the lse of rows without keys in the backward: makes every probability of the row exactly zero."""
-BLOCK = 512
-LONG_TILE = 256
-"""The matrix unit's own size: shorter tiles leave part of it idle, longer ones compute more of what nobody sees."""
 
 
 def unsupported(dtype: jnp.dtype, strategy: str, window: tuple[int | None, int | None]) -> str | None:
-    """Why these kernels cannot run a layer, or None. All sizes are taken: rows are padded to whole blocks and lanes."""
+    """Why these kernels cannot run a layer, or None. Rows are padded to whole blocks and lanes; whether
+    a band of them fits into VMEM is said by pallas_fit.py."""
     if strategy != "halo":
         return f"its keys come as a halo and the chunk's own, got strategy {strategy!r}"
     if dtype not in (jnp.bfloat16, jnp.float32):
@@ -49,20 +48,6 @@ class ChunkRows(NamedTuple):
     segment_ids: Int32[Array, "batch rows"] | None = None
     halo_segment_ids: Int32[Array, "batch halo_rows"] | None = None
     sinks: Float[Array, " num_query_heads"] | None = None
-
-
-@dataclass(frozen=True)
-class Blocks:
-    """Rows of a block and of a tile: see pallas_blocks.Band. Tests use small ones."""
-
-    block: int
-    tile: int
-
-    @classmethod
-    def fitting(cls, rows: int, window_left: int) -> "Blocks":
-        """The best by libtpu's static schedule (bench/tpu_schedule.py), for a chunk of `rows`."""
-        tile = LONG_TILE if window_left + 1 >= LONG_TILE and rows >= LONG_TILE else LANES
-        return cls(min(BLOCK, -(-rows // tile) * tile), tile)
 
 
 def bands(chunk: ChunkRows, window_left: int, blocks: Blocks) -> tuple[Band, Band | None]:

@@ -94,7 +94,7 @@ def band_backward(
             ),
             out_shape=present,
             input_output_aliases={} if into is None else {len(inputs) - 2: 0},
-            compiler_params=ring_of.compiler_params(),
+            compiler_params=ring_of.compiler_params(config),
             cost_estimate=ring_of.cost(band, 3 * head_dim + 2 * value_dim, 1, operands.query.dtype),
             name="pallas_halo_backward",
             interpret=config.interpret,

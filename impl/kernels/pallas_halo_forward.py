@@ -86,7 +86,7 @@ def band_forward(
                 jax.ShapeDtypeStruct(operands.query.shape[:3], jnp.float32),
             ],
             input_output_aliases={} if into is None else {len(inputs) - 1: 0, len(inputs): 1},
-            compiler_params=ring_of.compiler_params(),
+            compiler_params=ring_of.compiler_params(config),
             cost_estimate=ring_of.cost(band, head_dim + value_dim, 1, operands.query.dtype),
             name="pallas_halo_forward",
             interpret=config.interpret,

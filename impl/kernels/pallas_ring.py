@@ -13,10 +13,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Int32
 
+from impl.kernels.interface import KernelConfig
 from impl.kernels.pallas_blocks import Band
 
 HBM = pl.BlockSpec(memory_space=pl.ANY)
-VMEM_LIMIT_BYTES = 100 * 2**20
 
 
 class KeyRing(NamedTuple):
@@ -134,10 +134,10 @@ def segment_ids_spec(tiles: int, band: Band, where: Where) -> pl.BlockSpec:
     return pl.BlockSpec((1, tiles, 1, band.tile), index)
 
 
-def compiler_params() -> pltpu.CompilerParams:
+def compiler_params(config: KernelConfig) -> pltpu.CompilerParams:
     """Steps run in order, since a block's keys stay for the next; every address is inside its array by construction."""
     return pltpu.CompilerParams(
-        dimension_semantics=("arbitrary",), vmem_limit_bytes=VMEM_LIMIT_BYTES, disable_bounds_checks=True
+        dimension_semantics=("arbitrary",), vmem_limit_bytes=config.vmem_bytes, disable_bounds_checks=True
     )
 
 

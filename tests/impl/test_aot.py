@@ -50,6 +50,7 @@ compiled = jax.jit(step).lower(shape(16), shape(kv_heads), shape(kv_heads), shap
 print(json.dumps({"hlo": compiled.as_text(), "temporary": compiled.memory_analysis().temp_size_in_bytes}))
 """
 
+KERNEL = r"(?:splash_mha_(?:fwd|dq|dkv)|pallas_halo_(?:forward|backward))"
 COLLECTIVE = r"all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
 
 
@@ -95,9 +96,7 @@ def stated(strategy: str, load_balance: bool, window: tuple[int | None, int], ul
 def schedule(hlo: str) -> list[str]:
     """The names of the collectives and kernels of the entry computation, in the order in which they run."""
     entry = hlo[hlo.index("ENTRY ") :]
-    return re.findall(
-        rf"%((?:{COLLECTIVE})(?:-start|-done)?(?:\.\d+)?|splash_mha_(?:fwd|dq|dkv)\w*(?:\.\d+)?) = \(?[a-z]", entry
-    )
+    return re.findall(rf"%((?:{COLLECTIVE})(?:-start|-done)?(?:\.\d+)?|{KERNEL}\w*(?:\.\d+)?) = \(?[a-z]", entry)
 
 
 def between(order: list[str], start: str) -> list[str]:
@@ -105,17 +104,27 @@ def between(order: list[str], start: str) -> list[str]:
 
 
 @pytest.mark.parametrize("load_balance", [False, True], ids=["contiguous", "dual_chunk_swap"])
-def test_the_interior_kernels_run_while_the_halo_travels(load_balance, received_in_hlo) -> None:
-    compiled = compiled_for_v6e(local_context_parallel_strategy="halo", context_parallel_load_balance=load_balance)
+@pytest.mark.parametrize(
+    ("kernel", "forward", "backward"),
+    [("", "pallas_halo_forward", "pallas_halo_backward"), ("splash", "splash_mha_fwd", "splash_mha_d")],
+    ids=["default", "splash"],
+)
+def test_the_interior_kernels_run_while_the_halo_travels(
+    load_balance, kernel, forward, backward, received_in_hlo
+) -> None:
+    compiled = compiled_for_v6e(
+        local_context_parallel_strategy="halo", context_parallel_load_balance=load_balance, local_kernel=kernel
+    )
     order = schedule(compiled["hlo"])
     permutes = [name for name in order if name.startswith("collective-permute-start")]
     assert len(permutes) == (8 if load_balance else 4), "keys and values, forward and back, once for each chunk"
-    behind = {start: [name for name in between(order, start) if "splash" in name] for start in permutes}
+    behind = {start: [name for name in between(order, start) if re.match(KERNEL, name)] for start in permutes}
     assert all(behind.values()), f"a transfer is not hidden behind a kernel: {behind}"
-    kinds = {
-        phase for kernels in behind.values() for name in kernels for phase in ("fwd", "d") if f"mha_{phase}" in name
-    }
-    assert kinds == {"fwd", "d"}, "hidden in the forward and in the backward"
+    hiding = [name for kernels in behind.values() for name in kernels]
+    for phase in (forward, backward):
+        assert any(name.startswith(phase) for name in hiding), (
+            f"hidden behind {phase} of the layer's kernel, got {hiding}"
+        )
     others = [name for name in order if re.match(COLLECTIVE, name) and "collective-permute" not in name]
     assert others == [], f"halo needs no other collective: {others}"
     assert compiled["temporary"] < 2**30, "no array of the whole sequence's size"
@@ -126,7 +135,7 @@ def test_the_interior_kernels_run_while_the_halo_travels(load_balance, received_
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
 def test_smaller_head_dims_compile_too(head_dim) -> None:
-    compiled = compiled_for_v6e(local_context_parallel_strategy="halo", head_dim=head_dim)
+    compiled = compiled_for_v6e(local_context_parallel_strategy="halo", head_dim=head_dim, local_kernel="splash")
     kernels = [name for name in schedule(compiled["hlo"]) if "splash" in name]
     assert len(kernels) >= 6, f"forward, dq and dkv of interior and boundary: {kernels}"
 
