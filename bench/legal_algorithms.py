@@ -1,8 +1,8 @@
 """An enumerated zoo of legal attention algorithms in NumPy float32 and bfloat16: what the budget must let pass.
 
 Every member computes the same mathematics with other roundings: block sizes, base of the exponential, what is rounded
-to bfloat16, where delta comes from, order of summation, sums over heads and ranks. Used by bench/calibrate.py to choose
-the budget's constants and by tests/oracle/test_budget_legal.py to hold them. Imports neither JAX nor the oracle.
+to bfloat16, where delta comes from, order of summation, sums over heads and ranks. bench/calibrate_budget.py uses it to
+choose the budget's constants and tests/oracle/test_budget_legal.py to hold them. Imports neither JAX nor the oracle.
 """
 
 import dataclasses
