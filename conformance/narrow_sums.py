@@ -3,7 +3,7 @@
 A sum by the collective itself (psum, reduce_scatter) of narrow or rounded terms, or partial gradients that travel
 narrow, or were rounded before they travel, and are added on arrival. Ordinary data do not show it: one rounding more
 is inside what rounding allows. XLA's CPU compiler widens these, so the traced program is the place to look.
-May touch: jaxprs. Tests: tests/conformance/test_program_facts.py.
+May touch: JAX (jaxprs). Tests: tests/conformance/test_program_facts.py.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from conformance.traced import inner_jaxprs, is_transparent, is_variable
+from conformance.wire_plan import OF_ROUNDED
 
 State = frozenset[str]
 # What is known of a value: it depends on an input; on a cotangent; it is a cotangent that was rounded to fewer bits, or
@@ -53,8 +54,6 @@ _ADDS = ("add", "add_any", "cumsum", "reduce_sum", "scatter-add", "sub")
 _SUMS_INSIDE = ("dot_general", "pallas_call")
 _MANTISSA_BITS_OF_FLOAT32 = 23
 _NARROW = ("bfloat16", "float16", "float8")
-OF_ROUNDED = "of what was rounded"
-"""How a sum in float32 of partial results that were rounded before is told."""
 
 
 def narrow_sums(program: Any, cotangents: Sequence[bool]) -> list[list[str]]:

@@ -18,6 +18,8 @@ _INT32 = 4
 _FLOAT32 = 4
 _ITEMSIZE = {"bfloat16": 2, "float32": 4, "float64": 8}
 _SEQUENCE = ("context", "ulysses")
+OF_ROUNDED = "of what was rounded"
+"""How a sum in float32 of partial results that were rounded before is told: a target may declare that it does so."""
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,8 @@ from conformance.checks.outcome import Outcome
 from conformance.evidence import Evidence
 from conformance.finding import Finding
 from conformance.hlo import HOST, Collective
-from conformance.narrow_sums import OF_ROUNDED
 from conformance.problem import Problem
-from conformance.wire_plan import Allowance, WirePlan, halo_rows, joined, wire_plan
+from conformance.wire_plan import OF_ROUNDED, Allowance, WirePlan, halo_rows, joined, wire_plan
 
 TENSORS = ("forward", "backward")
 # What XLA names a collective after that the target itself wrote.
