@@ -21,6 +21,17 @@ from conformance.session import CONFORMS, DECLINED, FINDING
 
 # What holds or does not: there is no error whose share of an allowance could be told.
 _WITHOUT_SHARES = ("contract", "invariance")
+# A number is never cut, in a terminal of 80 columns either.
+_DETAIL_COLUMNS = {
+    "tensor": False,
+    "draw": False,
+    "from": True,
+    "share": False,
+    "worst at": False,
+    "expected": False,
+    "got": False,
+    "by rank": True,
+}
 _STYLES = {CONFORMS: "green", FINDING: "bold red", DECLINED: "yellow"}
 
 
@@ -45,11 +56,16 @@ def print_details(run: Run, console: Console) -> None:
         for result in target.all_results:
             if not result.details:
                 continue
-            table = Table("tensor", "draw", "from", "share", "worst at", "expected", "got", "largest share by rank")
+            console.print(
+                "each array, its worst element (batch row, position, head, feature), its largest share by rank:"
+            )
+            table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+            for name, may_wrap in _DETAIL_COLUMNS.items():
+                table.add_column(name, no_wrap=not may_wrap, overflow="fold")
             for detail in result.details:
                 ranks = " ".join(f"{share:.2g}" for share in detail.by_rank)
                 place = ",".join(map(str, detail.index))
-                numbers = (f"{detail.share:.3g}", place, f"{detail.expected:.6g}", f"{detail.got:.6g}", ranks)
+                numbers = (f"{detail.share:.3g}", place, f"{detail.expected:.5g}", f"{detail.got:.5g}", ranks)
                 table.add_row(detail.tensor, str(detail.draw), detail.source, *numbers)
             console.print(table)
 

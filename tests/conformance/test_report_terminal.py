@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import shlex
 from collections.abc import Callable
 
@@ -121,13 +122,26 @@ def test_two_targets_stand_side_by_side(finding: Build) -> None:
     assert "finding" in _row(text, "verdict", "conforms"), "a verdict each"
 
 
-def test_details_show_each_array_with_its_worst_element_and_its_ranks() -> None:
-    detail = Detail("dkey", "attention", 1, 1.5, (0, 13, 0, 2), 0.25, 0.5, (1.5, 0.125))
+def _details(detail: Detail, width: int) -> str:
     case = parse_case("v=1 seq_len=16 sliding_window_size=3")
     plan = Plan(("m:t",), (case,), (), Devices("cpu", 8), tuple(CHECKS))
     target = TargetRun(TargetDescription("m:t", "target"), [CaseResult(case, CONFORMS, details=(detail,))])
-    console = Console(file=io.StringIO(), width=160)
-    print_details(Run(plan, [target]), console)
-    (row,) = [line for line in console.file.getvalue().splitlines() if "dkey" in line]  # type: ignore[attr-defined]  # a StringIO
-    cells = [cell.strip() for cell in row.strip("│").split("│")]
+    text = io.StringIO()
+    print_details(Run(plan, [target]), Console(file=text, width=width))
+    return text.getvalue()
+
+
+def test_details_show_each_array_with_its_worst_element_and_its_ranks() -> None:
+    text = _details(Detail("dkey", "attention", 1, 1.5, (0, 13, 0, 2), 0.25, 0.5, (1.5, 0.125)), width=160)
+    (row,) = [line for line in text.splitlines() if "dkey" in line]
+    cells = re.split(" {2,}", row.strip())
     assert cells == ["dkey", "1", "attention", "1.5", "0,13,0,2", "0.25", "0.5", "1.5 0.12"], "one row an array"
+
+
+def test_no_number_of_the_details_is_cut_in_a_terminal_of_80_columns() -> None:
+    source, shares = "attention_with_lse, forward of its VJP", (1.44e6,) + (1.5e5,) * 7
+    text = _details(Detail("dvalue", source, 1, 1.44e6, (1, 127, 15, 63), -0.0135441, -0.164338, shares), width=80)
+    (row,) = [line for line in text.splitlines() if "dvalue" in line]
+    numbers = ["1.44e+06", "1,127,15,63", "-0.013544", "-0.16434"]
+    assert [word for word in row.split() if word in numbers] == numbers, row
+    assert "…" not in text, "what is too long goes on in the next line"
