@@ -7,15 +7,12 @@ Tests: tests/conformance/test_cli.py.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import difflib
 import errno
 import platform
-import signal
 import sys
-import threading
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +43,7 @@ from conformance.report.verdict import (
     exit_status,
 )
 from conformance.runner import Plan, Run, run
+from conformance.signals import hearing_signals
 from conformance.target import TargetError
 from conformance.telling import Telling
 
@@ -55,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = {"run": _run, "replay": _replay, "aot": _aot, "selftest": _selftest}
     options = parse_options(sys.argv[1:] if arguments is None else list(arguments), commands)
     try:
-        with _hearing_signals():
+        with hearing_signals():
             return options.command(options)
     except KeyboardInterrupt:  # before the first case or after the last: the run itself answers for the time between
         print("halocheck: interrupted", file=sys.stderr)
@@ -72,33 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_HARNESS_FAILED
 
 
-@contextlib.contextmanager
-def _hearing_signals() -> Iterator[None]:
-    """Any of _SIGNALS interrupts the run; what comes after the first cannot keep it from telling what it found.
-
-    A shell starts what runs in the background with SIGINT ignored, and Python leaves it so: a run must hear it. A
-    SIGHUP that is ignored (nohup) stays so.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    heard = [number for number in _SIGNALS if number == signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN]
-
-    def interrupt(*_: Any) -> None:
-        for number in heard:
-            signal.signal(number, signal.SIG_IGN)
-        raise KeyboardInterrupt
-
-    before = {number: signal.signal(number, interrupt) for number in heard}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class _CannotStart(Exception):
@@ -141,6 +113,11 @@ def _run_on_hosts(options: argparse.Namespace, devices: Devices, cases: tuple[Ca
     """The cases that take all devices, on processes that have some of them each."""
     if devices.count % options.hosts:
         raise _CannotStart(f"--hosts must divide the {devices.count} devices of --mesh, got {options.hosts}")
+    asked = options.checks.split(",") if options.checks != ",".join(CHECKS) else ()
+    if others := [name for name in asked if name not in CHECKS_OF_HOSTS]:
+        raise _CannotStart(f"--checks over several hosts must be of {', '.join(CHECKS_OF_HOSTS)}, got {others[0]!r}")
+    if options.seconds is not None:
+        raise _CannotStart(f"--seconds is not kept over several hosts, got {options.seconds}: use --examples")
     if options.report is not None:
         _prepare("--report", options.report)
     targets = tuple(options.targets) or DEFAULT_TARGETS

@@ -94,6 +94,24 @@ def test_the_command_line_shares_its_devices_among_the_hosts(
     assert "--hosts must divide the 8 devices of --mesh, got 3" in capsys.readouterr().err, "the rule and the value"
 
 
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        (
+            "--checks=output,visibility",
+            "--checks over several hosts must be of contract, output, residuals, gradients, got 'vis",
+        ),
+        ("--checks=aot", "gradients, got 'aot'"),
+        ("--seconds=5", "--seconds is not kept over several hosts, got 5.0"),
+    ],
+)
+def test_what_several_hosts_cannot_do_is_refused_and_not_left_out(
+    capsys: pytest.CaptureFixture[str], option: str, words: str
+) -> None:
+    assert cli.main(["run", _HALO, "--mesh", "cpu:8", "--hosts", "2", option]) == 2, "cannot start"
+    assert words in capsys.readouterr().err, "the option and its value"
+
+
 @pytest.mark.slow
 def test_so_it_does_over_four_hosts() -> None:
     done = _run(_HALO, _CONTEXT, _BATCHES, hosts=4)
