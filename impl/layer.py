@@ -19,6 +19,7 @@ class Layer:
     ulysses_axis: the axis beside the context axis that the sequence lies on and heads are exchanged over, if any.
 
     kernel: name of the local kernel. kernel_config: the layer's mask and numerics, without a key_offset.
+    halo_transfer: how a halo travels where kernel is pallas_halo.
     The specs are typed Any: `jax.shard_map` wants them in the place of arrays, in trees of the arrays' own types.
     """
 
@@ -33,6 +34,7 @@ class Layer:
     tensor_axis: str | None
     ulysses_axis: str | None = None
     ulysses_parallelism: int = 1
+    halo_transfer: str = "permute"
 
     @property
     def _sequence_axes(self) -> str | tuple[str, str]:
