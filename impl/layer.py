@@ -1,6 +1,7 @@
 """Everything about one attention layer that is known while tracing, resolved and checked: what every strategy is given.
 
 Plain frozen data, hashable, so that JAX keys its traces by it. Made by dispatch.py.
+Tested in tests/impl/test_strategies.py.
 """
 
 from dataclasses import dataclass
@@ -53,12 +54,15 @@ class Layer:
 
     @property
     def lse_spec(self) -> Any:
+        """Of lse and its cotangent: [batch, seq, heads]."""
         return PartitionSpec(self.data_axis, self._sequence_axes, self.tensor_axis)
 
     @property
     def segment_ids_spec(self) -> Any:
+        """Of segment ids: [batch, seq]."""
         return PartitionSpec(self.data_axis, self._sequence_axes)
 
     @property
     def sinks_spec(self) -> Any:
+        """Of sinks: one a query head."""
         return PartitionSpec(self.tensor_axis)
