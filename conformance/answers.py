@@ -43,12 +43,14 @@ class Answer:
 
 def answer_for(target: TargetDescription, case: Case, draw: int, call: str) -> Answer:
     """The answer that the target's `call` ("attention" or "attention_with_lse") is held to on this draw of the case."""
-    precision = precision_of(target, case.problem.dtype)
+    precision = precision_of(target, case.problem.dtype, case.problem.precision)
     return _answer(redraw(case, draw), call == "attention_with_lse", target.empty_rows == "zero", precision)
 
 
-def precision_of(target: TargetDescription, dtype: str) -> Precision:
-    """The numerics that the target declares, as far as they mean anything for this dtype.
+def precision_of(target: TargetDescription, dtype: str, matmul_precision: str = "highest") -> Precision:
+    """The numerics that the target declares, as far as they mean anything for this dtype, on the platform it runs on.
+
+    On a TPU the default matmul precision of the problem is one bfloat16 pass, whatever the target declares.
 
     Raises:
         ValueError: a field that Precision does not have, or a value below its floor.
@@ -60,12 +62,14 @@ def precision_of(target: TargetDescription, dtype: str) -> Precision:
     declared = dict(target.precision)
     if dtype != "float32":
         declared.pop("matmul_passes", None)
+    elif target.platform == "tpu" and matmul_precision == "default":
+        declared["matmul_passes"] = 1
     return Precision(dtype) if dtype == "float64" else Precision(dtype, **declared)
 
 
 def variant_answer(target: TargetDescription, case: Case, variant: str) -> Answer:
     """The answer to a variant whose cotangent of lse is 0: that of `attention` and of `attention_with_lse` alike."""
-    precision = precision_of(target, case.problem.dtype)
+    precision = precision_of(target, case.problem.dtype, case.problem.precision)
     return _answer_to_variant(case, variant, target.empty_rows == "zero", precision)
 
 

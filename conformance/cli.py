@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import difflib
 import errno
-import platform
 import sys
 import traceback
 from collections.abc import Sequence
@@ -18,19 +17,22 @@ from typing import Any
 
 from rich.console import Console
 
+from conformance.about import about_run, header, versions
 from conformance.aot import check as aot
 from conformance.aot.command import DEFAULT_MODELS, NIGHTLY, compile_all, model_cases, to_json
 from conformance.aot.job import MISSING_LIBTPU, has_libtpu
-from conformance.aot.topologies import DEFAULT_TOPOLOGY, num_devices_of, parse_topologies
-from conformance.case_list import case_list, list_hash
+from conformance.aot.topologies import num_devices_of, parse_topologies
+from conformance.case_list import case_list
 from conformance.case_text import format_case, parse_case
 from conformance.checks import CHECKS
 from conformance.devices import Devices, parse_devices
 from conformance.hosts.launch import CHECKS_OF_HOSTS, run_plan_on_hosts
+from conformance.hosts.place import parse_place
 from conformance.known_issues import KnownIssuesError, load_known_issues
 from conformance.models import LAYERS, MODELS
-from conformance.options import DEFAULT_TARGETS, NIGHTLY_SECONDS, parse_options, version_of
+from conformance.options import DEFAULT_TARGETS, NIGHTLY_SECONDS, parse_options
 from conformance.problem import LAYOUTS, Case, InvalidCase
+from conformance.production import production_cases
 from conformance.report.json_report import FILE_NAME, prepare_directory, write_json
 from conformance.report.terminal import print_details, print_run
 from conformance.report.verdict import (
@@ -46,6 +48,8 @@ from conformance.runner import Plan, Run, run
 from conformance.signals import hearing_signals
 from conformance.target import TargetError
 from conformance.telling import Telling
+from conformance.tpus import PLATFORM as TPU
+from conformance.tpus import rule_broken
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -78,24 +82,30 @@ class _CannotStart(Exception):
 
 
 def _run(options: argparse.Namespace) -> int:
+    if broken := rule_broken(options.mesh, options.hosts, options.host):
+        raise _CannotStart(broken)
     devices = _devices(options.mesh)
     for name, lowest in (("examples", 1), ("seconds", 0), ("seed", 0), ("hosts", 1)):
         value = getattr(options, name)
         if value is not None and not value >= lowest:  # "not >=": NaN is refused too
             raise _CannotStart(f"--{name} must be >= {lowest}, got {value}")
     check_names, compiled = _checks(options.checks), _compiled_cases(options.checks, options.profile)
+    if (options.profile, devices.platform) == (NIGHTLY, TPU) and options.checks != aot.NAME:
+        # No process could hold a million tokens whole: even where it is the only one it makes and judges shards.
+        return _run_on_hosts(options, devices, production_cases(devices.count, options.seed))
     # Asked for `aot` alone, nothing is executed.
     never_cut = () if options.checks == aot.NAME else case_list(options.profile, options.seed, 0, devices.count)
     cases = never_cut and case_list(options.profile, options.seed, options.examples, devices.count)
-    if options.hosts > 1:
-        return _run_on_hosts(
-            options, devices, tuple(case for case in cases if case.problem.num_devices == devices.count)
-        )
+    if options.hosts > 1 or options.host is not None:
+        return _run_on_hosts(options, devices, cases)
+    targets = tuple(options.targets) or DEFAULT_TARGETS
+    if devices.platform == TPU and len(targets) > 1:
+        raise _CannotStart(f"--mesh {TPU} takes one TARGET a run: a TPU belongs to one process at a time")
     steered = options.profile == "nightly" and options.checks != aot.NAME
     if steered:
         _prepare("--database", options.database)
     plan = Plan(
-        targets=tuple(options.targets) or DEFAULT_TARGETS,
+        targets=targets,
         covering=never_cut,
         further=cases[len(never_cut) :],
         devices=devices,
@@ -118,15 +128,26 @@ def _run_on_hosts(options: argparse.Namespace, devices: Devices, cases: tuple[Ca
         raise _CannotStart(f"--checks over several hosts must be of {', '.join(CHECKS_OF_HOSTS)}, got {others[0]!r}")
     if options.seconds is not None:
         raise _CannotStart(f"--seconds is not kept over several hosts, got {options.seconds}: use --examples")
+    place = None
+    if options.host is not None:
+        try:
+            place = parse_place(options.host, options.hosts, options.coordinator, options.exchange)
+        except ValueError as error:
+            raise _CannotStart(f"--{error}") from error
+        options.report = options.report if place.number == 0 else None  # one report of one run
     if options.report is not None:
         _prepare("--report", options.report)
     targets = tuple(options.targets) or DEFAULT_TARGETS
+    cases = tuple(case for case in cases if case.problem.num_devices == devices.count)
     plan = Plan(targets, cases, (), devices, CHECKS_OF_HOSTS, shrink_findings=False, num_hosts=options.hosts)
-    about = _about(options, plan) | {"profile": options.profile, "seed": options.seed, "hosts": options.hosts}
+    about = about_run(options.mesh, plan) | {"profile": options.profile, "seed": options.seed, "hosts": options.hosts}
     state = Run(plan)
     telling = Telling(state, about, options.report)
-    telling(_header(about))
-    state = run_plan_on_hosts(plan, options.hosts, telling, state)
+    telling(header(about))
+    try:
+        state = run_plan_on_hosts(plan, options.hosts, telling, state, place)
+    except ValueError as error:
+        raise _CannotStart(f"--{error}") from error
     return _tell_verdict(state, telling, options)
 
 
@@ -181,7 +202,7 @@ def _selftest(options: argparse.Namespace) -> int:
     if options.report is not None:
         _prepare("--report", options.report)
     try:
-        return run_selftest(options.faults, options.seed, options.report, _versions())
+        return run_selftest(options.faults, options.seed, options.report, versions())
     except ValueError as error:
         raise _CannotStart(f"--{error}") from error
 
@@ -189,10 +210,10 @@ def _selftest(options: argparse.Namespace) -> int:
 def _carry_out(plan: Plan, options: argparse.Namespace, asked: dict[str, Any], *, in_detail: bool = False) -> int:
     if options.report is not None:
         _prepare("--report", options.report)
-    about = _about(options, plan) | asked
+    about = about_run(options.mesh, plan) | asked
     state = Run(plan)
     telling = Telling(state, about, options.report)
-    telling(_header(about))
+    telling(header(about))
     try:
         state = run(plan, telling, state)
     except (Exception, KeyboardInterrupt):
@@ -226,31 +247,6 @@ def _prepare(option: str, directory: Path) -> None:
         prepare_directory(directory)
     except OSError as error:
         raise _CannotStart(f"{option} {directory} cannot be written to: {error}") from error
-
-
-def _about(options: argparse.Namespace, plan: Plan) -> dict[str, Any]:
-    """Versions, devices and the list of cases: what a verdict must say of itself."""
-    return {
-        "versions": _versions(),
-        "mesh": options.mesh,
-        "list_hash": list_hash(plan.cases),
-        "cases": len(plan.cases),
-        "covering_cases": len(plan.covering),
-        "compiled_cases": len(plan.compiled),
-    }
-
-
-def _versions() -> dict[str, str]:
-    versions = {name: version_of(name) for name in ("halocheck", "jax", "jaxlib", "numpy", "ml_dtypes")}
-    return {"python": platform.python_version(), **versions}
-
-
-def _header(about: dict[str, Any]) -> str:
-    versions = about["versions"]
-    list_part = f"{about['cases']} cases ({about['covering_cases']} covering, list {about['list_hash'][:12]})"
-    if about["compiled_cases"]:
-        list_part += f", {about['compiled_cases']} to compile for {DEFAULT_TOPOLOGY},"
-    return f"halocheck {versions['halocheck']}: {list_part} on {about['mesh']}, jax {versions['jax']}"
 
 
 def _devices(text: str) -> Devices:

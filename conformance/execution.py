@@ -147,7 +147,8 @@ def compiled_program(setting: Setting, function: Callable[[Setting, Named], Name
     """One program. Workers compile cheaply (devices.py), which large arrays repay badly."""
     problem = setting.problem
     logits = problem.batch * problem.num_query_heads * problem.seq_len**2
-    options: Named | None = {"xla_backend_optimization_level": 3} if logits > _MANY_LOGITS else None
+    is_cheap = setting.mesh.devices.flat[0].platform == "cpu"
+    options: Named | None = {"xla_backend_optimization_level": 3} if is_cheap and logits > _MANY_LOGITS else None
     traced = jax.jit(lambda arrays: function(setting, arrays)).trace(arrays)
     return Program(traced, traced.lower().compile(options))
 

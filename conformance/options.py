@@ -31,7 +31,7 @@ Adder = Callable[..., argparse.ArgumentParser]
 
 def parse_options(arguments: list[str], commands: Mapping[str, Command]) -> argparse.Namespace:
     """The options of one command; `command` among them is its function. Exits on what it does not know."""
-    parser, known_options = make_parser(commands)
+    parser, known_options = _parser(commands)
     options, unknown = parser.parse_known_args(arguments)
     if unknown:
         name = unknown[0].partition("=")[0]
@@ -50,7 +50,7 @@ def version_of(distribution: str) -> str:
         return "not installed"
 
 
-def make_parser(commands: Mapping[str, Command]) -> tuple[argparse.ArgumentParser, list[str]]:
+def _parser(commands: Mapping[str, Command]) -> tuple[argparse.ArgumentParser, list[str]]:
     """The parser, and every option it knows (for suggestions)."""
     parser = argparse.ArgumentParser(
         prog="halocheck",
@@ -75,7 +75,8 @@ def _common() -> argparse.ArgumentParser:
     """The options of every command that runs cases."""
     common = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     mesh = f"{DEFAULT_DEVICES.platform}:{DEFAULT_DEVICES.count}"
-    common.add_argument("--mesh", default=mesh, metavar="cpu:N", help=f"simulated devices (default {mesh})")
+    said = f"cpu:N simulated devices, or tpu: those of this machine (default {mesh})"
+    common.add_argument("--mesh", default=mesh, metavar="MESH", help=said)
     checks = ",".join(CHECKS)
     common.add_argument(
         "--checks", default=checks, metavar="A,B", help=f"which checks (default {checks}; also {aot.NAME})"
@@ -104,6 +105,9 @@ def _run_parser(add: Adder, common: argparse.ArgumentParser) -> argparse.Argumen
     parser.add_argument(
         "--hosts", type=int, default=1, metavar="N", help="share the devices among N processes (default 1)"
     )
+    parser.add_argument("--host", type=int, metavar="I", help="this command is host I of --hosts, of a slice of TPUs")
+    parser.add_argument("--coordinator", metavar="ADDRESS:PORT", help="with --host: where host 0 is reached")
+    parser.add_argument("--exchange", type=Path, metavar="DIR", help="with --host: a folder that every host sees")
     _add_seed(parser)
     return parser
 

@@ -166,7 +166,7 @@ class Worker:
             raise TargetError(
                 f"{spec}: importing it leaves JAX with {answer['num_devices']} devices of the {devices.count} asked for"
             )
-        return _checked(TargetDescription(**answer["description"]))
+        return _checked(TargetDescription(**answer["description"] | {"platform": devices.platform}))
 
     def _wait_for_message(self) -> str | None:
         """None once a message or the end of the channel is there to read; else how the worker hangs."""

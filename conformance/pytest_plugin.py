@@ -18,6 +18,7 @@ from conformance.case_list import STRENGTH
 from conformance.devices import DEFAULT_DEVICES, parse_devices
 from conformance.suite import NothingTried, Suite, SuiteFailure
 from conformance.target import TargetError
+from conformance.tpus import PLATFORM
 
 _SUITE = pytest.StashKey[Suite]()
 
@@ -61,7 +62,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "profile": {"choices": tuple(STRENGTH), "default": "quick", "help": "which case list (default quick)"},
         "examples": {"type": int, "metavar": "N", "help": "cases in all (default: the profile's)"},
         "seed": {"type": int, "default": 0, "metavar": "S", "help": "seed of the case list (default 0)"},
-        "mesh": {"default": mesh, "metavar": "cpu:N", "help": f"simulated devices (default {mesh})"},
+        "mesh": {"default": mesh, "metavar": "MESH", "help": f"cpu:N simulated devices, or tpu (default {mesh})"},
     }.items():
         group.addoption(f"--halocheck-{name}", **options)
 
@@ -73,11 +74,18 @@ def pytest_configure(config: pytest.Config) -> None:
     for name, value, lowest in (("examples", options.halocheck_examples, 1), ("seed", options.halocheck_seed, 0)):
         if value is not None and value < lowest:
             raise pytest.UsageError(f"--halocheck-{name} must be >= {lowest}, got {value}")
+    if options.halocheck_mesh == PLATFORM and _is_distributed(config):
+        raise pytest.UsageError("--halocheck-mesh tpu takes one process, without -n: a TPU belongs to one at a time")
     try:
         devices = parse_devices(options.halocheck_mesh)
     except ValueError as error:
         raise pytest.UsageError(f"--halocheck-{error}") from error
     config.stash[_SUITE] = Suite(devices, options.halocheck_profile, options.halocheck_seed, options.halocheck_examples)
+
+
+def _is_distributed(config: pytest.Config) -> bool:
+    """Whether pytest-xdist shares the tests among processes, seen from the first one or from theirs."""
+    return hasattr(config, "workerinput") or bool(config.getoption("numprocesses", None))
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

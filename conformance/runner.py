@@ -50,7 +50,8 @@ class Plan:
     database: Path | None = None
     steering_seed: int = 0
     known_issues: tuple[KnownIssue, ...] = ()
-    num_hosts: int = 1
+    num_hosts: int | None = None
+    """The processes that hold and judge shards, as on so many hosts; None: all is judged here."""
     compiled: tuple[Case, ...] = ()
     """The cases of the check `aot`, for DEFAULT_TOPOLOGY."""
 

@@ -158,6 +158,8 @@ class Session:
         """Why the harness does not put this case to the target."""
         if case.problem.num_devices > self._devices.count:
             return f"needs {case.problem.num_devices} devices, the mesh has {self._devices.count}"
+        if case.problem.dtype == "float64" and self._devices.platform == "tpu":
+            return "float64 is asked on simulated devices: a TPU's matrix units do not compute in it"
         if case.problem.dtype == "float64" and not self.description.exact:
             return "float64 is for targets that say `exact`: that they compute in float64 where the inputs are"
         return None

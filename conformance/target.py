@@ -55,6 +55,8 @@ class TargetDescription:
     residual_names: tuple[str, ...] = ()
     changed_on_import: tuple[str, ...] = ()
     """What importing it changed of JAX's options and environment; it has been put back."""
+    platform: str = "cpu"
+    """That of the devices that it runs on here, which decides how many passes a float32 matmul takes."""
 
 
 @dataclass(frozen=True)

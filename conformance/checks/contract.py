@@ -36,6 +36,9 @@ def check(evidence: Evidence) -> Outcome:
         reading = f"{tensor} is replicated, and its copies differ: {difference}"
         fields = {"expected": "the same bits on every device", "got": difference}
         findings.append(_finding(evidence, f"copies of {tensor} differ", reading, **fields))
+    for tensor, what in _by_tensor(message.get("not_finite", {})).items():
+        reading = f"{tensor} holds {what}; on many hosts each looks at all of its rows for that"
+        findings.append(_finding(evidence, f"{what} in {tensor}", reading, expected="finite numbers", got=what))
     findings += meddling(evidence.target.name, evidence.case_text, message)
     return Outcome({TENSOR: 0.0}, tuple(findings))
 

@@ -10,7 +10,7 @@ import dataclasses
 import json
 import resource
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -24,7 +24,7 @@ from conformance.checks import CHECKS
 from conformance.checks.outcome import Outcome
 from conformance.evidence import Evidence
 from conformance.execution import compiled_program, misplacement, what_was_raised
-from conformance.hosts.shards import HeldRows, is_finite_here, placed_shards
+from conformance.hosts.shards import HeldRows, not_finite_here, placed_shards
 from conformance.inputs import NUM_DRAWS, redraw
 from conformance.mesh import mesh_of
 from conformance.problem import Case
@@ -45,14 +45,19 @@ def main() -> None:
             return
         if job["platform"] == "cpu":
             jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        jax.distributed.initialize(job["coordinator"], job["num_processes"], process_id)
+        if job["num_processes"] > 1:
+            jax.distributed.initialize(job["coordinator"], job["num_processes"], process_id)
+        target = dataclasses.replace(
+            target, description=dataclasses.replace(target.description, platform=job["platform"])
+        )
         _tell(results, {"description": dataclasses.asdict(target.description)})
         for text in job["cases"]:
             _tell(results, {"begins": text})
-            _tell(results, _result(target, parse_case(text)))
+            _tell(results, _result(target, parse_case(text), lambda phase: _tell(results, {"phase": phase})))
         # Kilobytes on Linux: what this host needed at the most, the programs included.
         _tell(results, {"peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024})
-        jax.distributed.shutdown()
+        if job["num_processes"] > 1:
+            jax.distributed.shutdown()
 
 
 def _tell(results: TextIO, message: Mapping[str, Any]) -> None:
@@ -60,8 +65,8 @@ def _tell(results: TextIO, message: Mapping[str, Any]) -> None:
     results.flush()
 
 
-def _result(target: Target, case: Case) -> dict[str, Any]:
-    """What this process found on one case: `declined`, or `shares` and `findings`."""
+def _result(target: Target, case: Case, report: Callable[[str], None]) -> dict[str, Any]:
+    """What this process found on one case: `declined`, or `shares` and `findings`; `report` says that it gets on."""
     problem = case.problem
     if problem.num_devices != jax.device_count():
         return {"declined": f"takes {problem.num_devices} of {jax.device_count()} devices: every host must hold some"}
@@ -72,13 +77,14 @@ def _result(target: Target, case: Case) -> dict[str, Any]:
     arrays: dict[str, Any] = {}
     try:
         with jax.default_matmul_precision(problem.precision):
-            message, arrays = _run(setting, case)
+            message, arrays = _run(setting, case, report)
     except Declined as error:
         return {"declined": str(error)}
     except ContractBroken as error:
         message = {"broken": [error.tensor, error.quality, error.expected, error.got]}
     except Exception as error:  # noqa: BLE001  # whatever foreign code raises is a finding, not a failure of ours
         message = what_was_raised(error, "forward")
+    report("judging")
     outcomes = _judged(Evidence(target.description, case, message, arrays, answers=_Answers(target, case, arrays)))
     return {
         "shares": [[check, tensor, share] for check, of in outcomes.items() for tensor, share in of.shares.items()],
@@ -86,22 +92,27 @@ def _result(target: Target, case: Case) -> dict[str, Any]:
     }
 
 
-def _run(setting: Setting, case: Case) -> tuple[dict[str, Any], dict[str, Any]]:
+def _run(setting: Setting, case: Case, report: Callable[[str], None]) -> tuple[dict[str, Any], dict[str, Any]]:
     undefined = setting.target.description.empty_rows == "undefined"
     arrays: dict[str, Any] = {}
     misplaced: dict[str, str] = {}
+    not_finite: dict[str, str] = {}
     program = None
     for draw in range(NUM_DRAWS):
+        report(f"making draw {draw}")
         placed = placed_shards(redraw(case, draw), setting.mesh, zero_at_empty_rows=undefined)
         program = program or compiled_program(setting, forward_and_gradients, placed)
+        report(f"running draw {draw}")
         for name, array in jax.block_until_ready(program.compiled(placed)).items():
+            tensor = name.partition("/")[2].removesuffix(" of vjp")
+            has_undefined_rows = undefined and case.problem.padding is not None and tensor in ("out", "lse")
             if place := misplacement(setting, name, array):
                 misplaced[name] = place
-            elif not is_finite_here(array) and not undefined:
-                misplaced[name] = "holds NaN"
+            elif not has_undefined_rows and (what := not_finite_here(tensor, array)):
+                not_finite[name] = what
             if array.ndim >= 3:
                 arrays[f"{draw}/{name}"] = HeldRows(array)
-    return {"misplaced": misplaced, "diverged": {}}, arrays
+    return {"misplaced": misplaced, "diverged": {}, "not_finite": not_finite}, arrays
 
 
 def _judged(evidence: Evidence) -> dict[str, Outcome]:
@@ -125,7 +136,7 @@ class _Answers:
 
     def _answer(self, draw: int, call: str) -> Answer:
         case, description = redraw(self._case, draw), self._target.description
-        precision = precision_of(description, case.problem.dtype)
+        precision = precision_of(description, case.problem.dtype, case.problem.precision)
         index_of = np.argsort(case.problem.positions())
         held = {
             tensor: rows

@@ -1,4 +1,6 @@
-"""Starts one process for each host on this machine, watches them, and makes one run of what all of them found.
+"""Starts the processes of the hosts that this machine stands for, and makes one run of what all hosts found.
+
+Without a place it stands for all of them; with one (place.py) for one host of a slice, and hears of the others.
 
 A process that ends or hangs ends the run with a finding: the others wait for it in a collective for ever.
 May touch: processes, temporary files; never JAX. Tests: tests/conformance/test_hosts_launch.py.
@@ -25,6 +27,7 @@ from conformance.checks.contract import TENSOR as CALL
 from conformance.checks.contract import lost
 from conformance.devices import Devices, worker_environment
 from conformance.finding import Finding
+from conformance.hosts.place import Place
 from conformance.problem import Case
 from conformance.process import WorkerLost
 from conformance.runner import Plan, Run, TargetRun
@@ -35,6 +38,8 @@ from conformance.watch import Usage, Watch, usage_of
 _POLL_SECONDS = 0.2
 # What the others do once one is gone is no news; they are given this long to end by themselves.
 _GRACE_SECONDS = 2.0
+# What another host has written is here at the latest so long after this one has ended: they end together.
+_MOST_LAG_SECONDS = 300.0
 Messages = list[dict[str, Any]]
 
 
@@ -50,18 +55,22 @@ class HostsRun:
 CHECKS_OF_HOSTS = ("contract", "output", "residuals", "gradients")
 
 
-def run_plan_on_hosts(plan: Plan, num_hosts: int, progress: Callable[[str], None], state: Run | None = None) -> Run:
+def run_plan_on_hosts(
+    plan: Plan, num_hosts: int, progress: Callable[[str], None], state: Run | None = None, place: Place | None = None
+) -> Run:
     """Runs a plan's cases, every target in its turn, as `runner.run` does on one host; nothing is shrunk.
 
     Raises:
         TargetError: a target does not load.
+        ValueError: the folder of `place` is that of another run.
     """
     started_at = time.monotonic()
     state = Run(plan) if state is None else state
     devices = Devices(plan.devices.platform, plan.devices.count // num_hosts)
     try:
-        for spec in plan.targets:
-            done = run_on_hosts(spec, plan.cases, devices, num_hosts, progress)
+        for index, spec in enumerate(plan.targets):
+            here = place and place.of_target(index)
+            done = run_on_hosts(spec, plan.cases, devices, num_hosts, progress, here)
             target = TargetRun(done.description, list(done.results))
             state.targets.append(target)
             if len(done.results) < len(plan.cases):
@@ -78,15 +87,25 @@ def run_plan_on_hosts(plan: Plan, num_hosts: int, progress: Callable[[str], None
 
 
 def run_on_hosts(
-    spec: str, cases: Sequence[Case], devices_of_host: Devices, num_hosts: int, progress: Callable[[str], None]
+    spec: str,
+    cases: Sequence[Case],
+    devices_of_host: Devices,
+    num_hosts: int,
+    progress: Callable[[str], None],
+    place: Place | None = None,
 ) -> HostsRun:
     """Runs the cases in `num_hosts` processes that are one mesh; cases of other sizes are declined.
 
+    With a place only that host's process is started here; every host's command returns the same.
+
     Raises:
         TargetError: the target does not load, or a process ended before it had.
+        ValueError: the folder of `place` is that of another run.
     """
     with tempfile.TemporaryDirectory() as directory:
-        hosts = _Hosts(spec, cases, devices_of_host, num_hosts, Path(directory))
+        if place:
+            place.prepare()
+        hosts = _Hosts(spec, cases, devices_of_host, num_hosts, place or Path(directory))
         try:
             gone = hosts.wait(progress)
         finally:
@@ -95,66 +114,81 @@ def run_on_hosts(
 
 
 class _Hosts:
-    """The processes of one job."""
+    """The processes of one job. `where` is the place of the one to start here, or the folder of all of them."""
 
-    def __init__(self, spec: str, cases: Sequence[Case], devices: Devices, num_hosts: int, directory: Path) -> None:
+    def __init__(self, spec: str, cases: Sequence[Case], devices: Devices, num_hosts: int, where: Place | Path) -> None:
+        self._place = where if isinstance(where, Place) else None
+        directory = where.exchange if isinstance(where, Place) else where
         self.num_hosts, self._directory = num_hosts, directory
+        self._here = (self._place.number,) if self._place else tuple(range(num_hosts))
         job = {
             "target": spec,
             "cases": [format_case(case) for case in cases],
             "platform": devices.platform,
             "num_processes": num_hosts,
-            "coordinator": f"127.0.0.1:{_free_port()}",
+            "coordinator": self._place.coordinator if self._place else f"127.0.0.1:{_free_port()}",
             "results": str(directory),
         }
-        (directory / "job.json").write_text(json.dumps(job), encoding="utf-8")
-        self._logs = [open(directory / f"{number}.log", "w+b") for number in range(num_hosts)]  # noqa: SIM115  # closed by end()
-        self._processes = [
-            subprocess.Popen(
-                [sys.executable, "-P", "-m", "conformance.hosts.host", str(directory / "job.json"), str(number)],
+        file = directory / f"{self._here[0]}.job.json"
+        file.write_text(json.dumps(job), encoding="utf-8")
+        self._logs = {number: open(directory / f"{number}.log", "w+b") for number in self._here}  # noqa: SIM115  # closed by end()
+        self._processes = {
+            number: subprocess.Popen(
+                [sys.executable, "-P", "-m", "conformance.hosts.host", str(file), str(number)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=worker_environment(devices, enable_x64=False),
                 start_new_session=True,
             )
-            for number, log in enumerate(self._logs)
-        ]
+            for number, log in self._logs.items()
+        }
 
     def wait(self, progress: Callable[[str], None]) -> tuple[int, WorkerLost] | None:
         """The first process that was lost, and how; None if all came to their end."""
-        watches = [Watch(Usage(0.0)) for _ in self._processes]
-        written = [0] * self.num_hosts
+        watches = {number: Watch(Usage(0.0)) for number in self._here}
+        written = dict.fromkeys(self._here, 0)
+        ended_at: float | None = None
         while True:
-            for number, process in enumerate(self._processes):
-                lines = len(self.messages(number))
-                if lines > written[number]:
-                    written[number], watches[number] = lines, Watch(usage_of(process.pid))
-                    begun = [said["begins"] for said in self.messages(number)[-2:] if "begins" in said]
-                    if number == 0 and begun:
+            for number, process in self._processes.items():
+                told = self.messages(number)
+                if len(told) > written[number]:
+                    begun = [said["begins"] for said in told[written[number] :] if "begins" in said]
+                    written[number], watches[number] = len(told), Watch(usage_of(process.pid))
+                    if number == self._here[0] and begun:
                         progress(f"running {begun[-1]}")
                 code = process.poll()
                 if code not in (None, 0):
-                    return number, WorkerLost(_ended(code), self._phase(number), self._tail(number))
-                how = None if code == 0 else watches[number].lost(lambda pid=process.pid: usage_of(pid))
+                    return self._told(number, _ended(code))
+                # Another host's command may start minutes later: how long to wait for it is jax.distributed's to say.
+                waits_for_others = self._place is not None and not told
+                how = None if code == 0 or waits_for_others else watches[number].lost(lambda p=process: usage_of(p.pid))
                 if how:
-                    return number, WorkerLost(how, self._phase(number), self._tail(number))
-            if all(process.poll() == 0 for process in self._processes):
-                return None
+                    return self._told(number, how)
+            if elsewhere := self._lost_elsewhere():
+                return elsewhere
+            if all(process.poll() == 0 for process in self._processes.values()):
+                ended_at = ended_at or time.monotonic()
+                silent = [number for number in range(self.num_hosts) if not self._has_ended(number)]
+                if not silent or self._place is None:
+                    return None
+                if time.monotonic() - ended_at > _MOST_LAG_SECONDS:
+                    return silent[0], WorkerLost("has not written that it ended", self._phase(silent[0]), "")
             time.sleep(_POLL_SECONDS)
 
     def end(self) -> None:
         """Ends every process."""
         deadline = time.monotonic() + _GRACE_SECONDS
-        while time.monotonic() < deadline and any(process.poll() is None for process in self._processes):
-            if all(process.poll() in (None, 0) for process in self._processes):
+        processes = self._processes.values()
+        while time.monotonic() < deadline and any(process.poll() is None for process in processes):
+            if all(process.poll() in (None, 0) for process in processes):
                 break
             time.sleep(_POLL_SECONDS)
-        for process in self._processes:
+        for process in processes:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-        for log in self._logs:
+        for log in self._logs.values():
             log.close()
 
     def messages(self, number: int) -> Messages:
@@ -162,6 +196,22 @@ class _Hosts:
         path = self._directory / f"{number}.jsonl"
         lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
         return [json.loads(line) for line in lines]
+
+    def _told(self, number: int, how: str) -> tuple[int, WorkerLost]:
+        """A process of this machine that was lost; the other hosts are told."""
+        lost = WorkerLost(how, self._phase(number), self._tail(number))
+        if self._place:
+            self._place.tell_lost(lost)
+        return number, lost
+
+    def _lost_elsewhere(self) -> tuple[int, WorkerLost] | None:
+        for number in range(self.num_hosts if self._place else 0):
+            if self._place and number != self._place.number and (lost := self._place.lost_at(number)):
+                return number, lost
+        return None
+
+    def _has_ended(self, number: int) -> bool:
+        return any("peak_bytes" in message or "load_error" in message for message in self.messages(number))
 
     def _phase(self, number: int) -> str:
         begun = sum("begins" in message for message in self.messages(number))

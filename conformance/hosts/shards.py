@@ -94,8 +94,17 @@ class HeldRows:
         raise KeyError(f"this process holds no row {place}")
 
 
-def is_finite_here(array: jax.Array) -> bool:
-    """Whether what this process holds of an array is finite; the lse of a row without keys may be -inf."""
+def not_finite_here(tensor: str, array: jax.Array) -> str | None:
+    """ "NaN" or "infinity" if what this process holds of a tensor has it; the lse of a row without keys may be -inf."""
     if not jnp.issubdtype(array.dtype, jnp.floating):
-        return True
-    return all(not np.isnan(np.asarray(shard.data, np.float64)).any() for shard in array.addressable_shards)
+        return None
+    found = [_not_finite(tensor, np.asarray(shard.data)) for shard in array.addressable_shards]
+    return next((what for what in ("NaN", "infinity") if what in found), None)
+
+
+def _not_finite(tensor: str, data: np.ndarray) -> str | None:
+    if np.isnan(data).any():
+        return "NaN"
+    infinity = np.array(np.inf, data.dtype)
+    has_infinity = (data == infinity).any() or (tensor != "lse" and (data == -infinity).any())
+    return "infinity" if has_infinity else None

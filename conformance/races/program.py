@@ -41,6 +41,8 @@ def race_facts(
     run; otherwise see `watched`. Results are named `races/mode call/…`.
     """
     facts: Named = {"kernels": [dataclasses.asdict(kernel) for kernel in kernels]}
+    if (platform := setting.mesh.devices.flat[0].platform) != "cpu":
+        return facts | {"declined": f"races are looked for on simulated devices, not on {platform}"}, {}
     report("trying the race detector")
     if (reason := interpreter.unavailable()) is not None:
         return facts | {"declined": reason}, {}

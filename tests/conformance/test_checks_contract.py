@@ -48,6 +48,13 @@ def test_an_exception_without_a_message_is_told_too() -> None:
     assert found.reading == "raises AssertionError in its forward: ", "no message to show"
 
 
+def test_what_is_not_finite_in_rows_that_nobody_compares_is_told_by_tensor_once() -> None:
+    message = {"not_finite": {"attention/dkey": "NaN", "attention_with_lse/dkey": "NaN", "attention/out": "infinity"}}
+    nan, infinity = _findings(message)
+    assert (nan.signature, nan.expected, nan.got) == ("NaN in dkey", "finite numbers", "NaN"), "its own kind"
+    assert infinity.signature == "infinity in out", "another one"
+
+
 def test_another_form_is_told_by_tensor_and_quality() -> None:
     (found,) = _findings({"broken": ["lse", "dtype", "float32", "bfloat16"]})
     assert found.signature == "wrong dtype of lse", "its kind"

@@ -115,7 +115,7 @@ def test_the_first_line_names_list_mesh_and_versions(plans: list[Plan], capsys: 
         (["run", "--sead", "3"], "unknown option '--sead'; the nearest option is '--seed'"),
         (["replay", "v=1", "--example=3"], "unknown option '--example'; the nearest option is '--examples'"),
         (["replay", "v=1", "a:b", "c:d"], "'c:d' is one argument too many"),
-        (["run", "--mesh", "tpu"], "--mesh must be cpu:N with N from 1 to 64, got 'tpu'"),
+        (["run", "--mesh", "gpu"], "--mesh must be tpu, or cpu:N with N from 1 to 64, got 'gpu'"),
         (["run", "--checks", "gradient"], "--checks knows no 'gradient'; the nearest check is 'gradients'"),
         (["run", "--checks", ""], "--checks knows no ''"),
         (["run", "--examples", "0"], "--examples must be >= 1, got 0"),

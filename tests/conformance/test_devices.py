@@ -13,9 +13,11 @@ def test_a_mesh_of_simulated_devices_is_read(text: str, count: int) -> None:
     assert parse_devices(text) == Devices("cpu", count), text
 
 
-@pytest.mark.parametrize("text", ["", "cpu", "cpu:", "cpu:0", "cpu:65", "cpu:-1", "cpu:1.5", "cpu:8:8", "tpu", "gpu:8"])
+@pytest.mark.parametrize(
+    "text", ["", "cpu", "cpu:", "cpu:0", "cpu:65", "cpu:-1", "cpu:1.5", "cpu:8:8", "tpu:", "tpu:0", "gpu:8"]
+)
 def test_any_other_mesh_is_refused_with_the_rule_and_the_value(text: str) -> None:
-    with pytest.raises(ValueError, match="mesh must be cpu:N with N from 1 to 64, got") as refused:
+    with pytest.raises(ValueError, match="mesh must be tpu, or cpu:N with N from 1 to 64, got") as refused:
         parse_devices(text)
     assert repr(text) in str(refused.value), "the message names the value"
 

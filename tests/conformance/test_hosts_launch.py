@@ -81,7 +81,7 @@ def test_the_command_line_shares_its_devices_among_the_hosts(
 ) -> None:
     asked = []
 
-    def run(spec: str, cases: object, devices: Devices, hosts: int, progress: object) -> HostsRun:
+    def run(spec: str, cases: object, devices: Devices, hosts: int, progress: object, place: object) -> HostsRun:
         asked.append((cases, devices, hosts))
         raise TargetError("enough")
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from conformance.case_text import parse_case
-from conformance.hosts.shards import HeldRows, is_finite_here, placed_shards
+from conformance.hosts.shards import HeldRows, not_finite_here, placed_shards
 from conformance.inputs import inputs_of
 from conformance.mesh import mesh_of
 
@@ -54,8 +54,19 @@ def test_a_row_that_another_host_holds_is_neither_here_nor_made_up() -> None:
         held[np.array([0]), np.array([4]), np.array([0])]
 
 
-@pytest.mark.parametrize(("value", "expected"), [(1.0, True), (-np.inf, True), (np.nan, False)])
-def test_nan_is_noticed_wherever_it_is(value: float, expected: bool) -> None:
-    array = np.zeros((4, 4))
+@pytest.mark.parametrize(
+    ("tensor", "value", "expected"),
+    [
+        ("out", 1.0, None),
+        ("out", np.nan, "NaN"),
+        ("dkey", np.inf, "infinity"),
+        ("dkey", -np.inf, "infinity"),
+        ("lse", -np.inf, None),
+        ("lse", np.inf, "infinity"),
+        ("lse", np.nan, "NaN"),
+    ],
+)
+def test_what_is_not_finite_is_noticed_wherever_it_is(tensor: str, value: float, expected: str | None) -> None:
+    array = np.zeros((4, 4), jax.numpy.bfloat16 if tensor == "out" else np.float32)
     array[3, 1] = value
-    assert is_finite_here(jax.device_put(array)) is expected, "an element that no place asks for"
+    assert not_finite_here(tensor, jax.device_put(array)) == expected, "an element that no place asks for"

@@ -57,7 +57,7 @@ def test_a_target_that_does_not_load_fails_with_its_own_traceback(pytester: pyte
 @pytest.mark.parametrize(
     ("option", "told"),
     [
-        ("--halocheck-mesh=tpu", "--halocheck-mesh must be cpu:N"),
+        ("--halocheck-mesh=gpu", "--halocheck-mesh must be tpu, or cpu:N"),
         ("--halocheck-seed=-1", "--halocheck-seed must be >= 0, got -1"),
         ("--halocheck-examples=0", "--halocheck-examples must be >= 1, got 0"),
     ],
@@ -66,3 +66,12 @@ def test_a_bad_option_is_a_usage_error_that_names_it(pytester: pytest.Pytester, 
     result = _run(pytester, option)
     assert result.ret == pytest.ExitCode.USAGE_ERROR, "nothing is run"
     assert told in result.stderr.str(), "the option, the rule and the value"
+
+
+def test_tpus_are_taken_in_one_process_and_a_machine_without_one_is_told(pytester: pytest.Pytester) -> None:
+    shared = _run(pytester, "--halocheck-mesh", "tpu", "-n", "2")
+    assert shared.ret == pytest.ExitCode.USAGE_ERROR, "a TPU belongs to one process"
+    shared.stderr.fnmatch_lines(["*--halocheck-mesh tpu takes one process, without -n*"])
+    alone = _run(pytester, "--halocheck-mesh", "tpu")
+    assert alone.ret == pytest.ExitCode.USAGE_ERROR, "there is none here"
+    alone.stderr.fnmatch_lines(["*--halocheck-mesh tpu: this machine has no TPU: *"])

@@ -69,6 +69,16 @@ def _cell(run: Run, tensor: str) -> tuple[str, int, int, float | None]:
     return cell.status, cell.cases, cell.findings, cell.largest_share
 
 
+def test_where_hosts_judge_their_own_shards_dsinks_is_not_owed_and_the_verdict_says_so() -> None:
+    without = _passed(_SINKS)
+    shares = {cell: share for cell, share in without.shares.items() if "dsinks" not in cell}
+    run = _run(dataclasses.replace(without, shares=shares), _passed(_PLAIN))
+    assert _status(run) == (INCONCLUSIVE, 4), "in one process it is owed"
+    run.plan = dataclasses.replace(run.plan, num_hosts=1)
+    assert _status(run) == (CONFORMS, 0), "every host adds to it: none can judge it"
+    assert _remarks(run) == "dsinks is not compared where every host judges its own shards", "a limit, and no silence"
+
+
 def test_a_target_that_passed_every_case_conforms() -> None:
     run = _run(_passed(_SINKS, 0.25), _passed(_PLAIN, 0.5))
     assert _status(run) == (CONFORMS, 0), "nothing is left open"
