@@ -31,7 +31,7 @@ Adder = Callable[..., argparse.ArgumentParser]
 
 def parse_options(arguments: list[str], commands: Mapping[str, Command]) -> argparse.Namespace:
     """The options of one command; `command` among them is its function. Exits on what it does not know."""
-    parser, known_options = _parser(commands)
+    parser, known_options = make_parser(commands)
     options, unknown = parser.parse_known_args(arguments)
     if unknown:
         name = unknown[0].partition("=")[0]
@@ -50,7 +50,7 @@ def version_of(distribution: str) -> str:
         return "not installed"
 
 
-def _parser(commands: Mapping[str, Command]) -> tuple[argparse.ArgumentParser, list[str]]:
+def make_parser(commands: Mapping[str, Command]) -> tuple[argparse.ArgumentParser, list[str]]:
     """The parser, and every option it knows (for suggestions)."""
     parser = argparse.ArgumentParser(
         prog="halocheck",

@@ -17,6 +17,7 @@ LOCAL_STRATEGIES = ("halo", *GLOBAL_STRATEGIES)
 LOAD_BALANCED_LAYOUTS = ("dual_chunk_swap", "striped")
 AXIS_NAMES = ("context_axis", "data_axis", "tensor_axis", "ulysses_axis")
 LOCAL_KERNELS = ("xla", "splash", "pallas_halo")
+HALO_TRANSFERS = ("permute", "remote_copy")
 
 
 class AttentionType(enum.Enum):
@@ -38,6 +39,8 @@ class AttentionConfig:
         keys before and after the query, None = unbounded.
     attn_logits_soft_cap: logits become `cap · tanh(logits / cap)`. scale: of the logits, None = 1/sqrt(head_dim).
     local_kernel: "" chooses by the platform of the mesh's devices.
+    halo_transfer: how the kernel pallas_halo gets its halo: by XLA's collective "permute", or, where it can
+        (halo_fetch.py), by a "remote_copy" of its own.
     context_axis, data_axis, tensor_axis, ulysses_axis: names of mesh axes; a mesh may lack data and tensor. Where the
         global strategy is "usp" the sequence lies on (context, ulysses), in local layers too: these then exchange
         heads over the ulysses axis and run their own strategy over the context axis.
@@ -52,6 +55,7 @@ class AttentionConfig:
     attn_logits_soft_cap: float | None = None
     scale: float | None = None
     local_kernel: str = ""
+    halo_transfer: str = "permute"
     context_axis: str = "context"
     data_axis: str = "data"
     tensor_axis: str = "tensor"
@@ -110,6 +114,12 @@ def _check_strategies(config: AttentionConfig) -> None:
             f"layer's sequence on two mesh axes, got context_parallel_strategy {config.context_parallel_strategy!r}"
         )
     one_of("local_kernel", config.local_kernel, ("", *LOCAL_KERNELS))
+    one_of("halo_transfer", config.halo_transfer, HALO_TRANSFERS)
+    if config.halo_transfer == "remote_copy" and config.local_kernel != "pallas_halo":
+        raise ValueError(
+            "halo_transfer 'remote_copy' is done by the kernel 'pallas_halo' alone, "
+            f"got local_kernel {config.local_kernel!r}"
+        )
     for name in AXIS_NAMES:
         if not isinstance(getattr(config, name), str):
             raise ValueError(f"{name} must be the name of a mesh axis, got {getattr(config, name)!r}")

@@ -93,6 +93,7 @@ def _layer(
         tensor_axis=tensor_axis,
         ulysses_axis=ulysses_axis,
         ulysses_parallelism=1 if ulysses_axis is None else mesh.shape[ulysses_axis],
+        halo_transfer=config.halo_transfer,
     )
 
 

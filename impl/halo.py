@@ -16,7 +16,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jaxtyping import Array
 
-from impl import exchange, halo_pallas, local_attention
+from impl import exchange, halo_fetch, halo_pallas, local_attention
 from impl.exchange import HaloPlan
 from impl.halo_spans import Span, spans_of
 from impl.kernels.interface import KernelOperands, LocalGradients, RowCotangents, accumulation_dtype
@@ -34,8 +34,13 @@ def halo(operands: Operands, layer: Layer, mesh: Mesh) -> tuple[Array, Array]:
 
     A rank receives the rows of its halo once, in the forward; in the backward only their gradients travel, back home.
     """
-    strategy = halo_pallas.STRATEGY if layer.kernel == "pallas_halo" else Strategy(_forward, _backward)
-    return sharded_attention(operands, strategy, layer, mesh)
+    return sharded_attention(operands, _strategy(layer), layer, mesh)
+
+
+def _strategy(layer: Layer) -> Strategy:
+    if layer.kernel != "pallas_halo":
+        return Strategy(_forward, _backward)
+    return halo_fetch.STRATEGY if layer.halo_transfer == "remote_copy" else halo_pallas.STRATEGY
 
 
 def plan_of(layer: Layer) -> HaloPlan:

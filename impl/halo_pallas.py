@@ -59,7 +59,7 @@ def _backward(operands: Operands, received: Received, cotangents: RowCotangents,
         pallas_halo.band_cotangents(chunk_cotangents, boundary)
         for chunk_cotangents, (boundary, _) in zip(_slots(cotangents, plan), calls, strict=True)
     ]
-    final_dtype = accumulation_dtype(operands.key.dtype) if _summed_later(layer) else operands.key.dtype
+    final_dtype = accumulation_dtype(operands.key.dtype) if summed_later(layer) else operands.key.dtype
     # The boundary's kernels run first, so that the gradients of its halo travel home while the interior's run.
     results = [
         band_backward(pallas_halo.band_operands(chunk, boundary), chunk_rows, boundary, config, final_dtype)
@@ -78,11 +78,11 @@ def _backward(operands: Operands, received: Received, cotangents: RowCotangents,
     results, arrived = lax.optimization_barrier((results, arrived))
     own = [pallas_halo.own_key_gradients(result, chunk, config) for result, chunk in zip(results, chunks, strict=True)]
     dkey, dvalue = (
-        _whole_key_gradient(parts, exchange.add_arrived(share, home, plan), keys, layer)
+        whole_key_gradient(parts, exchange.add_arrived(share, home, plan), keys, layer)
         for *parts, keys, share, home in zip(*own, operands[1:3], own_share, arrived, strict=True)
     )
     queries = [pallas_halo.query_gradient(result, chunk) for result, chunk in zip(results, chunks, strict=True)]
-    return LocalGradients(_joined(queries), dkey, dvalue, _sink_gradient(operands, cotangents))
+    return LocalGradients(_joined(queries), dkey, dvalue, sink_gradient_of(operands, cotangents))
 
 
 STRATEGY = Strategy(_forward, _backward, adds_out=True)
@@ -94,18 +94,23 @@ def _plan(layer: Layer) -> HaloPlan:
 
 def _calls(chunks: Sequence[ChunkRows], layer: Layer) -> list[tuple[Band, Band | None]]:
     """(boundary, interior) of each chunk."""
+    return [pallas_halo.bands(chunk, window_left(layer), blocks_of(chunk, layer)) for chunk in chunks]
+
+
+def window_left(layer: Layer) -> int:
+    """Rows that a query sees before its own, of those that there are."""
     left = layer.kernel_config.window[0]
     assert left is not None, "unsupported() declines unbounded windows"
-    left = min(left, layer.seq_len - 1)
-    calls = []
-    for chunk in chunks:
-        rows, query_heads = chunk.query.shape[1:3]
-        group = query_heads // chunk.key.shape[2]
-        sizes = RowSizes.of(chunk.query, chunk.value, group, chunk.segment_ids is not None)
-        blocks = Blocks.fitting(rows, left, sizes, layer.kernel_config.vmem_bytes)
-        assert blocks is not None, "dispatch.py declines what does not fit"
-        calls.append(pallas_halo.bands(chunk, left, blocks))
-    return calls
+    return min(left, layer.seq_len - 1)
+
+
+def blocks_of(chunk: ChunkRows, layer: Layer) -> Blocks:
+    """The blocks that suit a chunk and the mesh's TPUs."""
+    rows, query_heads = chunk.query.shape[1:3]
+    sizes = RowSizes.of(chunk.query, chunk.value, query_heads // chunk.key.shape[2], chunk.segment_ids is not None)
+    blocks = Blocks.fitting(rows, window_left(layer), sizes, layer.kernel_config.vmem_bytes)
+    assert blocks is not None, "dispatch.py declines what does not fit"
+    return blocks
 
 
 def _chunks(operands: Operands, received: Received, layer: Layer) -> list[ChunkRows]:
@@ -152,13 +157,13 @@ def _sent_home(
     return own_shares, arrived
 
 
-def _summed_later(layer: Layer) -> bool:
+def summed_later(layer: Layer) -> bool:
     """Whether something is added to gradients of keys that are complete: those of copied kv heads, and other ranks'."""
     replicated = layer.tensor_axis is not None and not layer.heads.kv_sharded
     return replicated or not layer.heads.aligned or layer.ulysses_axis is not None
 
 
-def _whole_key_gradient(
+def whole_key_gradient(
     parts: Sequence[pallas_halo.OwnKeyGradient], owed: Array, selected: Array, layer: Layer
 ) -> Array:
     """All chunks' gradients of their keys, and `owed` to them. Nothing is owed to rows before a chunk's tail, so that
@@ -175,7 +180,7 @@ def _whole_key_gradient(
     return _joined(gradients)
 
 
-def _sink_gradient(operands: Operands, cotangents: RowCotangents) -> Array | None:
+def sink_gradient_of(operands: Operands, cotangents: RowCotangents) -> Array | None:
     if operands.sinks is None:
         return None
     lse = jnp.where(jnp.isneginf(cotangents.lse), pallas_halo.NO_ROW_LSE, cotangents.lse)

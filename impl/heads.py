@@ -30,6 +30,7 @@ class HeadPlan:
 
     @property
     def shard_query_heads(self) -> int:
+        """Query heads of one tensor shard."""
         return self.num_query_heads // self.tensor_parallelism
 
     @property

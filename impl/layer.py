@@ -1,6 +1,7 @@
 """Everything about one attention layer that is known while tracing, resolved and checked: what every strategy is given.
 
 Plain frozen data, hashable, so that JAX keys its traces by it. Made by dispatch.py.
+Tested in tests/impl/test_strategies.py.
 """
 
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ class Layer:
     ulysses_axis: the axis beside the context axis that the sequence lies on and heads are exchanged over, if any.
 
     kernel: name of the local kernel. kernel_config: the layer's mask and numerics, without a key_offset.
+    halo_transfer: how a halo travels where kernel is pallas_halo.
     The specs are typed Any: `jax.shard_map` wants them in the place of arrays, in trees of the arrays' own types.
     """
 
@@ -33,6 +35,7 @@ class Layer:
     tensor_axis: str | None
     ulysses_axis: str | None = None
     ulysses_parallelism: int = 1
+    halo_transfer: str = "permute"
 
     @property
     def _sequence_axes(self) -> str | tuple[str, str]:
@@ -51,12 +54,15 @@ class Layer:
 
     @property
     def lse_spec(self) -> Any:
+        """Of lse and its cotangent: [batch, seq, heads]."""
         return PartitionSpec(self.data_axis, self._sequence_axes, self.tensor_axis)
 
     @property
     def segment_ids_spec(self) -> Any:
+        """Of segment ids: [batch, seq]."""
         return PartitionSpec(self.data_axis, self._sequence_axes)
 
     @property
     def sinks_spec(self) -> Any:
+        """Of sinks: one a query head."""
         return PartitionSpec(self.tensor_axis)

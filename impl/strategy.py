@@ -1,6 +1,7 @@
 """What a strategy is: two functions of one rank's rows inside shard_map, and the arrays that they are given.
 
-Types only. sharded.py makes a differentiable function of global arrays out of them.
+Types only. sharded.py makes a differentiable function of global arrays out of them; tests/impl/test_strategies.py runs
+it for every strategy.
 """
 
 from collections.abc import Callable

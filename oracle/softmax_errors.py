@@ -40,6 +40,8 @@ class Numerics:
 
 
 class SoftmaxErrors(NamedTuple):
+    """How far each quantity of a softmax may stray, before it meets values or cotangents (docs/error-budgets.md)."""
+
     slope: Float64[np.ndarray, "group query key"]  # the cap's steepest within reach of the errors
     bend: Float64[np.ndarray, "group query key"]  # absolute, of the cap's slope
     weights: Float64[np.ndarray, "group query key"]  # relative, of exp(logit - maximum)

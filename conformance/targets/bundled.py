@@ -1,7 +1,8 @@
 """The bundled implementations as targets: `conformance.targets.bundled:halo`, and all_gather, ring, ulysses, usp.
 
 Each also with JAX's splash attention as its local kernel, halo_splash and so on, and halo_pallas with our own Pallas
-kernels: interpreted, and slow, where there is no TPU. May touch: impl. Tests: tests/conformance/test_targets.py.
+kernels, which fetch the halo themselves in halo_pallas_remote_copy: interpreted, and slow, where there is no TPU.
+May touch: impl. Tests: tests/conformance/test_targets.py.
 """
 
 from __future__ import annotations
@@ -26,14 +27,16 @@ class _Bundled:
 
     communication: str
     local_kernel: str = ""
+    halo_transfer: str = "permute"
     empty_rows: str = "zero"
     residual_names: tuple[str, ...] = impl.RESIDUAL_NAMES
 
     @property
     def name(self) -> str:
-        """The strategy, and the local kernel where it is not the one that suits the platform."""
+        """The strategy, and the local kernel and the halo's transfer where these are not what suits the platform."""
         kernel = self.local_kernel.removesuffix("_halo")
-        return f"{self.communication}_{kernel}" if kernel else self.communication
+        transfer = "" if self.halo_transfer == "permute" else self.halo_transfer
+        return "_".join(filter(None, (self.communication, kernel, transfer)))
 
     @property
     def exact(self) -> bool:
@@ -88,6 +91,7 @@ class _Bundled:
             context_parallel_strategy="usp" if problem.ulysses_parallelism > 1 else global_strategy,
             local_context_parallel_strategy=self.communication,
             local_kernel=self.local_kernel,
+            halo_transfer=self.halo_transfer,
             context_parallel_load_balance=problem.layout != "contiguous",
             context_parallel_reorder_strategy="striped" if problem.layout == "striped" else "dual_chunk_swap",
             window=None if _is_global(problem) else problem.window,
@@ -116,6 +120,7 @@ ring = _Bundled("ring")
 ulysses = _Bundled("ulysses")
 usp = _Bundled("usp")
 halo_pallas = _Bundled("halo", "pallas_halo")
+halo_pallas_remote_copy = _Bundled("halo", "pallas_halo", "remote_copy")
 halo_splash = _Bundled("halo", "splash")
 all_gather_splash = _Bundled("all_gather", "splash")
 ring_splash = _Bundled("ring", "splash")

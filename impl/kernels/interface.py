@@ -3,6 +3,7 @@
 A kernel module exposes `launch(operands, config)`, whose raw result `finish(raw, operands, config)` turns into out and
 lse; likewise `launch_backward(operands, cotangents, config)` and `finish_backward(raw, operands, cotangents, config)`,
 which gives LocalGradients. A strategy may order the raw results before or after a transfer.
+Tested in tests/impl/test_kernels.py.
 """
 
 from dataclasses import dataclass

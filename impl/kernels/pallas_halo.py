@@ -116,7 +116,7 @@ def band_cotangents(rows: RowCotangents, band: Band) -> BandCotangents:
 def forward_rows(result: ForwardResult, chunk: ChunkRows) -> tuple[Array, Array]:
     """(out, lse), rows first, in float32; out has been rounded to the inputs' dtype."""
     batch, rows = chunk.query.shape[:2]
-    out, lse = (rows_first(array.reshape(-1, *array.shape[2:]), batch, 0, rows) for array in result)
+    out, lse = (rows_first(array.reshape(-1, *array.shape[2:]), batch, 0, rows) for array in (result.out, result.lse))
     return out[..., : chunk.value.shape[3]].astype(jnp.float32), lse
 
 

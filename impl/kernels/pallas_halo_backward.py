@@ -19,6 +19,7 @@ from impl.kernels import pallas_blocks as blocks
 from impl.kernels import pallas_ring as ring_of
 from impl.kernels.interface import KernelConfig
 from impl.kernels.pallas_blocks import HIDDEN, LANES, LOG2_E, Band, Mask
+from impl.kernels.pallas_fetch import Cargo, call_with_cargo
 from impl.kernels.pallas_flush import GradientRing, Targets, flush_gradients, open_gradients
 from impl.kernels.pallas_halo_forward import BandOperands
 from impl.kernels.pallas_ring import HBM, KeyRing, now
@@ -40,7 +41,7 @@ class BackwardResult(NamedTuple):
     """dquery in the inputs' dtype, complete. dkey and dvalue are complete, scaled and rounded in the band's final
     blocks, undefined elsewhere; the tail's and the halo's, to which others add, are in float32 and not yet scaled.
 
-    None where a call has no such blocks.
+    None where a call has no such blocks. arrived: of the cargo.
     """
 
     dquery: Float[Array, "heads group rows head_dim"]
@@ -50,6 +51,7 @@ class BackwardResult(NamedTuple):
     dtail_value: Float[Array, "heads tail_rows value_dim"]
     dhalo_key: Float[Array, "heads halo_rows head_dim"] | None
     dhalo_value: Float[Array, "heads halo_rows value_dim"] | None
+    arrived: tuple[Float[Array, "heads length dim"], ...] = ()
 
 
 def band_backward(
@@ -59,8 +61,12 @@ def band_backward(
     config: KernelConfig,
     final_dtype: jnp.dtype,
     into: BackwardResult | None = None,
+    cargo: Cargo | None = None,
 ) -> BackwardResult:
-    """Gradients by the band's query blocks: dquery beside that of `into`, those of keys added to its tail."""
+    """Gradients by the band's query blocks: dquery beside that of `into`, those of keys added to its tail.
+
+    cargo: rows that the kernel sends to another rank meanwhile.
+    """
     head_dim, value_dim = operands.query.shape[-1], operands.value.shape[-1]
     inputs = _inputs(operands, cotangents, band, into)
     outputs = _outputs(operands, band, final_dtype)
@@ -74,8 +80,10 @@ def band_backward(
         band.final_blocks > 0,
     )
     with jax.enable_x64(False):
-        results = pl.pallas_call(
+        results, arrived = call_with_cargo(
+            cargo,
             functools.partial(_kernel, band=band, config=config, given=given),
+            [operands.lowest, *(array for array, _ in inputs)],
             grid_spec=pltpu.PrefetchScalarGridSpec(
                 num_scalar_prefetch=1,
                 grid=(band.steps,),
@@ -98,9 +106,9 @@ def band_backward(
             cost_estimate=ring_of.cost(band, 3 * head_dim + 2 * value_dim, 1, operands.query.dtype),
             name="pallas_halo_backward",
             interpret=config.interpret,
-        )(operands.lowest, *(array for array, _ in inputs))
+        )
     computed = iter(results)
-    return BackwardResult._make(None if shape is None else next(computed) for shape in outputs)
+    return BackwardResult._make([*(None if shape is None else next(computed) for shape in outputs), arrived])
 
 
 def _inputs(

@@ -20,6 +20,7 @@ from impl.kernels import pallas_blocks as blocks
 from impl.kernels import pallas_ring as ring_of
 from impl.kernels.interface import KernelConfig
 from impl.kernels.pallas_blocks import HIDDEN, LANES, LOG2_E, Band, Mask
+from impl.kernels.pallas_fetch import Cargo, call_with_cargo
 from impl.kernels.pallas_ring import HBM, KeyRing, before, now
 
 
@@ -41,16 +42,24 @@ class BandOperands(NamedTuple):
 
 
 class ForwardResult(NamedTuple):
-    """out in the inputs' dtype; lse is the natural logarithm, −inf where a row sees no key."""
+    """out in the inputs' dtype; lse is the natural logarithm, −inf where a row sees no key. arrived: of the cargo."""
 
     out: Float[Array, "heads group rows value_dim"]
     lse: Float[Array, "heads group rows"]
+    arrived: tuple[Float[Array, "heads length dim"], ...] = ()
 
 
 def band_forward(
-    operands: BandOperands, band: Band, config: KernelConfig, into: ForwardResult | None = None
+    operands: BandOperands,
+    band: Band,
+    config: KernelConfig,
+    into: ForwardResult | None = None,
+    cargo: Cargo | None = None,
 ) -> ForwardResult:
-    """Attention of the band's query blocks; other rows of the result are those of `into`, or undefined without it."""
+    """Attention of the band's query blocks; other rows of the result are those of `into`, or undefined without it.
+
+    cargo: rows that the kernel sends to another rank meanwhile.
+    """
     head_dim = operands.query.shape[-1]
     value_dim = operands.value.shape[-1]
     ids = operands.segment_ids
@@ -66,8 +75,10 @@ def band_forward(
     required = ((operands.query, ring_of.query_spec(band, head_dim, now)), (operands.key, HBM))
     inputs = [*required, (operands.value, HBM), *optional]
     with jax.enable_x64(False):
-        out, lse = pl.pallas_call(
+        (out, lse), arrived = call_with_cargo(
+            cargo,
             functools.partial(_kernel, band=band, config=config, given=_Given.of(operands, into)),
+            [operands.lowest, *(array for array, _ in inputs)],
             grid_spec=pltpu.PrefetchScalarGridSpec(
                 num_scalar_prefetch=1,
                 grid=(band.steps + 1,),
@@ -90,8 +101,8 @@ def band_forward(
             cost_estimate=ring_of.cost(band, head_dim + value_dim, 1, operands.query.dtype),
             name="pallas_halo_forward",
             interpret=config.interpret,
-        )(operands.lowest, *(array for array, _ in inputs))
-    return ForwardResult(out, lse)
+        )
+    return ForwardResult(out, lse, arrived)
 
 
 class _Given(NamedTuple):

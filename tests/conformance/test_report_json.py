@@ -80,9 +80,14 @@ def test_the_fields_are_the_documented_ones(run_of_three: Run) -> None:
     names = ("versions", "mesh", "profile", "seed", "list_hash", "cases", "covering_cases", "compiled_cases")
     content = report_content(run_of_three, dict.fromkeys(names))
     top = _documented('`"inf"`, `"-inf"`.')
-    assert set(content) - {"format", "version"} == top - {"case"}, "docs/report.md, the report (`case`: of a replay)"
+    said = set(content) - {"format", "version"}
+    assert said == top - {"case", "hosts"}, "docs/report.md, the report (`case`: of a replay, `hosts`: of several)"
     (target,) = content["targets"]
     assert set(target) == _documented("A target:"), "docs/report.md, a target"
+    result = next(one for one in target["results"] if one["findings"])
+    words = set(re.findall(r"`(\w+)[`\[]", _DOCUMENT.read_text(encoding="utf-8").partition("A result has")[2]))
+    assert set(result) == words, "docs/report.md, a result"
+    assert set(target["findings"][0]) == _documented("A finding:"), "docs/report.md, a finding"
 
 
 def test_an_earlier_report_survives_a_failure_to_write(

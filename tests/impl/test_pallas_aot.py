@@ -26,7 +26,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import impl
 
-topology, load_balance = sys.argv[1], json.loads(sys.argv[2])
+topology, load_balance, transfer = sys.argv[1], json.loads(sys.argv[2]), sys.argv[3]
 devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[:8]
 mesh = Mesh(np.array(devices), ("context",))
 
@@ -35,7 +35,8 @@ def shape(*sizes, dtype=jnp.bfloat16, spec=PartitionSpec(None, "context")):
 
 def compiled(head_dim, everything):
     config = impl.AttentionConfig(
-        local_context_parallel_strategy="halo", local_kernel="pallas_halo", sliding_window_size=1024,
+        local_context_parallel_strategy="halo", local_kernel="pallas_halo", halo_transfer=transfer,
+        sliding_window_size=1024,
         context_parallel_load_balance=load_balance, attn_logits_soft_cap=50.0 if everything else None,
     )
     extra = [shape(1, 131072, dtype=jnp.int32), shape(16, dtype=jnp.float32, spec=PartitionSpec())]
@@ -52,7 +53,7 @@ def compiled(head_dim, everything):
 
     query, key = shape(1, 131072, 16, head_dim), shape(1, 131072, 8, head_dim)
     hlo = jax.jit(step).lower(query, key, key, query, *(extra if everything else ())).compile().as_text()
-    return {name: f"{name}" in hlo for name in ("pallas_halo_forward", "pallas_halo_backward")}
+    return {name: f"{name}" in hlo for name in ("pallas_halo_forward", "pallas_halo_backward", "collective-permute")}
 
 results = {}
 for head_dim, everything in itertools.product((64, 96, 128, 256), (False, True)):
@@ -65,9 +66,13 @@ print(json.dumps(results))
 """
 
 
-@pytest.mark.parametrize("load_balance", [False, True], ids=["contiguous", "dual_chunk_swap"])
+@pytest.mark.parametrize(
+    ("load_balance", "transfer"),
+    [(False, "permute"), (True, "permute"), (False, "remote_copy")],
+    ids=["contiguous", "dual_chunk_swap", "contiguous by remote copy"],
+)
 @pytest.mark.parametrize("generation", GENERATIONS)
-def test_every_generation_compiles_forward_and_backward(generation, load_balance) -> None:
+def test_every_generation_compiles_forward_and_backward(generation, load_balance, transfer) -> None:
     environment = dict(
         os.environ,
         JAX_PLATFORMS="cpu",
@@ -78,7 +83,7 @@ def test_every_generation_compiles_forward_and_backward(generation, load_balance
     )
     topology = GENERATIONS[generation].default_topology
     run = subprocess.run(
-        [sys.executable, "-c", PROGRAM, topology, json.dumps(load_balance)],
+        [sys.executable, "-c", PROGRAM, topology, json.dumps(load_balance), transfer],
         env=environment,
         capture_output=True,
         text=True,
@@ -89,5 +94,7 @@ def test_every_generation_compiles_forward_and_backward(generation, load_balance
     results = json.loads(run.stdout.splitlines()[-1])
     assert len(results) == 8, "four head_dims, with and without ids, sinks and soft cap"
     for layer, kernels in results.items():
-        expected = {"pallas_halo_forward": True, "pallas_halo_backward": True}
-        assert kernels == expected, f"{layer} on {topology}: both kernels must be in the program, got {kernels}"
+        # A remote copy moves whole lanes, and never segment ids.
+        by_copy = transfer == "remote_copy" and layer in ("head_dim 128, plain", "head_dim 256, plain")
+        expected = {"pallas_halo_forward": True, "pallas_halo_backward": True, "collective-permute": not by_copy}
+        assert kernels == expected, f"{layer} on {topology}: both kernels, and what moves the halo, got {kernels}"
