@@ -259,6 +259,6 @@ def _require_complete(evidence: Evidence) -> None:
         return
     arrays: Mapping[str, np.ndarray] = evidence.arrays
     # Those of further programs are asked for by the checks remat, invariance and races themselves.
-    of_the_case = {name for name in arrays if not name.startswith(("remat/", "other_", "alone/", "races/"))}
+    of_the_case = {name for name in arrays if not name.startswith(("remat/", "other_", "alone/", "races "))}
     if missing := expected_names(evidence) ^ of_the_case:
         raise HarnessError(f"the worker's outputs are not the ones owed: {sorted(missing)} on {evidence.case_text}")

@@ -44,7 +44,7 @@ def check(evidence: Evidence) -> Outcome:
         findings.append(_raised(evidence, *facts["raised"]))
     shares = {"kernel": 0.0}
     for name in evidence.arrays:
-        if name.startswith(f"{NAME}/"):
+        if name.startswith(f"{NAME} "):
             _compare(evidence, name, shares, findings)
     unique = {finding.kind: finding for finding in reversed(findings)}
     return Outcome(shares, tuple(reversed(unique.values())))
@@ -91,9 +91,9 @@ def _raised(evidence: Evidence, mode: str, kind: str, message: str, place: str |
 
 
 def _compare(evidence: Evidence, name: str, shares: dict[str, float], findings: list[Finding]) -> None:
-    """Holds one array, named `races/mode call/function/tensor`, to the oracle's answer to its data draw."""
-    _, of_call, call, source = name.split("/")
-    mode, number = of_call.split()
+    """Holds one array, named `races mode number/call/tensor`, to the oracle's answer to its data draw."""
+    prefix, call, source = name.split("/")
+    _, mode, number = prefix.split()
     tensor = source.removesuffix(" of vjp")
     draw = int(number) % NUM_DRAWS
     answer = evidence.answer(draw, call)

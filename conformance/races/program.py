@@ -38,7 +38,7 @@ def race_facts(
     """Facts of the program that the case is made of (`attention`, its VJP, its gradients), and its results.
 
     `kernels` are those of it that copy by themselves. Facts: `kernels`, as mappings; `declined`, why nothing could be
-    run; otherwise see `watched`. Results are named `races/mode call/…`.
+    run; otherwise see `watched`. Results are named `races mode number/…`, by the number of the call.
     """
     facts: Named = {"kernels": [dataclasses.asdict(kernel) for kernel in kernels]}
     if (platform := setting.mesh.devices.flat[0].platform) != "cpu":
@@ -68,7 +68,7 @@ def watched(
 
     Facts: `races` [mode, Race as a mapping, devices]; `left_over` [mode, LeftOver as a mapping, devices]; `raised`
     [mode, type, message, place or None], where a run raised: nothing is run after it. Results are named
-    `races/mode call/name`.
+    `races mode number/name`.
     """
     facts: Named = {"races": [], "left_over": [], "raised": None}
     results: dict[str, np.ndarray] = {}
@@ -107,7 +107,7 @@ def _run(function: Function, calls: Sequence[Named], skew: Skew, mode: str) -> T
             for number, arrays in enumerate(calls):
                 skew.begin(number)
                 returned = jax.block_until_ready(compiled(arrays))
-                results |= {f"races/{mode} {number}/{name}": np.asarray(array) for name, array in returned.items()}
+                results |= {f"races {mode} {number}/{name}": np.asarray(array) for name, array in returned.items()}
         except Exception as error:  # noqa: BLE001  # whatever foreign code raises is a finding, not a failure of ours
             place = heard.place_of_failure
             raised = _Raised(type(error).__name__, str(error), None if place is None else place_told(place))

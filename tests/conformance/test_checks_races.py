@@ -35,7 +35,7 @@ def _judge(right_evidence: Build, facts: Any, changed: dict[str, float] | None =
     """The judgement of right arrays of one call a mode, but that `changed` is added to some of them."""
     right = right_evidence(_CASE).arrays
     arrays = {
-        f"races/{mode} 1/attention/{tensor}": np.array(right[f"1/attention/{tensor}"])
+        f"races {mode} 1/attention/{tensor}": np.array(right[f"1/attention/{tensor}"])
         for mode in ("eager", "on_wait")
         for tensor in ("out", "out of vjp", "dquery", "dkey", "dvalue")
     }
@@ -53,6 +53,15 @@ def test_silence_and_right_answers_conform(right_evidence: Build) -> None:
     outcome = _judge(right_evidence, _NOTHING)
     assert outcome.findings == (), "nothing was told"
     assert set(outcome.shares) == {"kernel", "out", "dquery", "dkey", "dvalue"}, "and all was looked at"
+
+
+def test_what_ran_for_it_is_nothing_to_the_other_checks(right_evidence: Build) -> None:
+    right = right_evidence(_CASE).arrays
+    arrays = {**right, "races eager 0/attention/out": np.zeros_like(right["0/attention/out"])}
+    evidence = right_evidence(_CASE, arrays, {"misplaced": {}, "races": _NOTHING})
+    assert _only(CHECKS["races"].run(evidence)).tensor == "out", "it is wrong, for one check"
+    for name in ("output", "gradients", "invariance"):
+        assert CHECKS[name].run(evidence).findings == (), f"and {name} has not looked at it"
 
 
 def test_a_race_is_one_finding_in_both_modes_and_names_its_two_places(right_evidence: Build) -> None:
@@ -94,7 +103,7 @@ def test_what_a_run_raises_is_told_by_its_kind(right_evidence: Build, message: s
 
 
 def test_an_answer_that_is_wrong_out_of_step_is_a_finding_of_its_tensor(right_evidence: Build) -> None:
-    name = "races/on_wait 1/attention/dkey"
+    name = "races on_wait 1/attention/dkey"
     for error in (0.5, float("nan")):
         finding = _only(_judge(right_evidence, _NOTHING, {name: error}))
         assert (finding.tensor, finding.signature) == ("dkey", "is wrong when devices are not in step"), f"{error}"

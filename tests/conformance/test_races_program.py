@@ -57,7 +57,7 @@ def _watched(mistake: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
 
 
 def _wrong(results: dict[str, np.ndarray]) -> list[str]:
-    return [name for name, got in results.items() if not np.array_equal(got, _halo(int(name.split()[1][0])))]
+    return [name for name, got in results.items() if not np.array_equal(got, _halo(int(name.split()[2][0])))]
 
 
 def _places(facts: dict[str, Any]) -> set[tuple[str, str]]:
@@ -89,7 +89,7 @@ def test_a_buffer_that_is_read_too_early_or_overwritten_is_a_race(mistake: str) 
     assert ("read", "write") in _places(facts), "what arrives races with what is taken out of the buffer"
     assert facts["raised"] is None, "told without raising"
     if mistake == "missing_receive_wait":
-        unread = [name for name in _wrong(results) if name.startswith("races/on_wait")]
+        unread = [name for name in _wrong(results) if name.startswith("races on_wait")]
         assert len(unread) == CALLS, "a copy that nobody waits for is never carried out"
         assert np.isnan(results[unread[0]]).all(), "and memory starts as NaN"
 

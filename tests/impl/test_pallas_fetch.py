@@ -126,7 +126,7 @@ def test_the_race_check_is_silent_and_sees_each_step_that_is_left_out(mistake, m
         tails = rows.reshape(HEADS, RANKS, ROWS, DIM)[:, [0, 0, 1], -8:].reshape(HEADS, RANKS * 8, DIM)
         assert len(results) == 2 * CALLS, "every call in both modes"
         for name, arrived in results.items():
-            np.testing.assert_array_equal(arrived, tails + int(name.split()[1][0]), err_msg=name)
+            np.testing.assert_array_equal(arrived, tails + int(name.split()[2][0]), err_msg=name)
 
 
 def layer_step(transfer, *, window=7, layout="contiguous", cap=None):
