@@ -96,7 +96,7 @@ def _target_content(target: TargetRun, run: Run) -> dict[str, Any]:
             {
                 **finding.to_json(),
                 "cases": occurrences,
-                "replay": replay_command(finding, target.description.spec),
+                "replay": replay_command(finding, target.description.spec, target.description.platform),
             }
             for finding, occurrences in verdict.findings
         ],

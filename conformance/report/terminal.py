@@ -18,6 +18,7 @@ from conformance.finding import Finding, plain
 from conformance.report.verdict import NO_QUESTION, Cell, TargetVerdict, verdict_of
 from conformance.runner import Run
 from conformance.session import CONFORMS, DECLINED, FINDING
+from conformance.target import TargetDescription
 
 # What holds or does not: there is no error whose share of an allowance could be told.
 _WITHOUT_SHARES = ("contract", "invariance")
@@ -45,7 +46,7 @@ def print_run(run: Run, console: Console) -> None:
         _print_remarks(verdict, console)
         for finding, occurrences in verdict.findings:
             of = target.compiled if finding.check == aot.NAME else target.all_results
-            print_finding(finding, target.description.spec, f"{occurrences} of {len(of)} cases", console)
+            print_finding(finding, target.description, f"{occurrences} of {len(of)} cases", console)
     if run.interrupted:
         console.print("interrupted: this is what was found so far")
 
@@ -70,7 +71,7 @@ def print_details(run: Run, console: Console) -> None:
             console.print(table)
 
 
-def print_finding(finding: Finding, spec: str, occurrences: str, console: Console) -> None:
+def print_finding(finding: Finding, target: TargetDescription, occurrences: str, console: Console) -> None:
     """One finding: what, where, and the command that shows it again."""
     title = Text.assemble(
         ("FINDING ", "bold red"), f"{finding.id} {finding.target} {finding.check} of {finding.tensor}"
@@ -84,13 +85,15 @@ def print_finding(finding: Finding, spec: str, occurrences: str, console: Consol
         console.print(
             Text("\n".join(f"  | {line}" for line in plain(finding.detail).splitlines()[-12:])), soft_wrap=True
         )
-    console.print(Text(f"  {replay_command(finding, spec)}"), soft_wrap=True)
+    console.print(Text(f"  {replay_command(finding, target.spec, target.platform)}"), soft_wrap=True)
 
 
-def replay_command(finding: Finding, spec: str) -> str:
-    """The line that runs the finding's case again on this target; it names the mesh where the default is too small."""
+def replay_command(finding: Finding, spec: str, platform: str = DEFAULT_DEVICES.platform) -> str:
+    """The line that runs the finding's case again on this target; it names the mesh where the default will not do."""
     num_devices = parse_case(finding.case).problem.num_devices
     mesh = f" --mesh cpu:{num_devices}" if num_devices > DEFAULT_DEVICES.count else ""
+    if platform != DEFAULT_DEVICES.platform and finding.check != aot.NAME:
+        mesh = f" --mesh {platform}"
     # A full-size program runs on no CPU: it is compiled again.
     checks = f" --checks {aot.NAME}" if finding.check == aot.NAME else ""
     return f'halocheck replay "{finding.case}" {shlex.quote(spec)}{mesh}{checks}'

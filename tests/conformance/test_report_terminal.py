@@ -92,12 +92,13 @@ def test_a_case_for_more_devices_than_the_default_names_its_mesh(finding: Build)
     wide = finding(case="v=1 batch=4 seq_len=8 context_parallelism=8 data_parallelism=4")
     assert shlex.split(replay_command(wide, "m:t"))[-2:] == ["--mesh", "cpu:32"], "replay has 16 devices by default"
     assert "--mesh" not in replay_command(finding(), "m:t"), "no word that is not needed"
+    assert shlex.split(replay_command(wide, "m:t", "tpu"))[-2:] == ["--mesh", "tpu"], "what was found there"
 
 
 def test_what_a_target_says_cannot_paint_the_terminal_nor_be_taken_for_markup(finding: Build) -> None:
     found = finding(reading="raises E: \x1b[31mred\x1b[0m [bold]x[/bold]", detail="[red]\x07bell")
     text = io.StringIO()
-    print_finding(found, "m:t", "", Console(file=text, width=80))
+    print_finding(found, TargetDescription("m:t", "t"), "", Console(file=text, width=80))
     assert "\x1b" not in text.getvalue(), "no escape sequence"
     assert "\x07" not in text.getvalue(), "no bell"
     assert "[bold]x[/bold]" in text.getvalue(), "brackets are text"
