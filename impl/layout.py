@@ -3,10 +3,12 @@
 Plain shape arithmetic; knows nothing of attention, windows or meshes. Tested in tests/impl/test_layout.py.
 """
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType
 from jaxtyping import Array, Int32, Shaped
 
 if TYPE_CHECKING:
@@ -18,10 +20,30 @@ LAYOUTS = ("contiguous", "dual_chunk_swap", "striped")
 def reorder(array: Shaped[Array, "..."], *, axis: int, layout: str, context_parallelism: int) -> Shaped[Array, "..."]:
     """Brings `axis` from position order into the order of `layout`: equal splits of it are then what each rank holds.
 
-    Compiles to slices, reshapes and concatenations: a gather of this size becomes a sequential loop on TPU.
-    `ValueError` if the layout is unknown or the axis does not divide into its chunks.
+    Compiles to slices, reshapes and concatenations: a gather of this size becomes a sequential loop on TPU. Along
+    Explicit axes of a mesh the result lies as the array does. `ValueError` if the layout is unknown or the axis does
+    not divide into its chunks.
     """
     _check_layout(array, axis, layout, context_parallelism)
+    return _placed_alike(array, lambda rows: _reordered(rows, axis, layout, context_parallelism))
+
+
+def restore(array: Shaped[Array, "..."], *, axis: int, layout: str, context_parallelism: int) -> Shaped[Array, "..."]:
+    """The inverse of `reorder`: brings `axis` from the order of `layout` back into position order."""
+    _check_layout(array, axis, layout, context_parallelism)
+    return _placed_alike(array, lambda rows: _restored(rows, axis, layout, context_parallelism))
+
+
+def _placed_alike(array: Array, move: Callable[[Array], Array]) -> Array:
+    """The moved array. Along Explicit axes JAX asks where each step's result lies: only that of the last matters."""
+    sharding = jax.typeof(array).sharding
+    if AxisType.Explicit not in sharding.mesh.axis_types:
+        return move(array)
+    along_auto: Any = jax.sharding.auto_axes(move, out_sharding=sharding)
+    return along_auto(array)
+
+
+def _reordered(array: Array, axis: int, layout: str, context_parallelism: int) -> Array:
     if layout == "dual_chunk_swap":
         low, high = jnp.split(_grouped(array, axis, (2, context_parallelism)), 2, axis=_front(array, axis))
         pairs = jnp.concatenate([low, jnp.flip(high, axis=_front(array, axis) + 1)], axis=_front(array, axis))
@@ -32,9 +54,7 @@ def reorder(array: Shaped[Array, "..."], *, axis: int, layout: str, context_para
     return array
 
 
-def restore(array: Shaped[Array, "..."], *, axis: int, layout: str, context_parallelism: int) -> Shaped[Array, "..."]:
-    """The inverse of `reorder`: brings `axis` from the order of `layout` back into position order."""
-    _check_layout(array, axis, layout, context_parallelism)
+def _restored(array: Array, axis: int, layout: str, context_parallelism: int) -> Array:
     if layout == "dual_chunk_swap":
         low, high = jnp.split(_grouped(array, axis, (context_parallelism, 2)), 2, axis=_front(array, axis) + 1)
         halves = jnp.concatenate([low, jnp.flip(high, axis=_front(array, axis))], axis=_front(array, axis) + 1)

@@ -1,9 +1,12 @@
 """Reordering to and from the layouts: the published orders, exact inverses, and a compiled form without gathers."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import impl
 from impl import layout as layouts
@@ -50,6 +53,26 @@ def test_reordering_compiles_to_neither_gather_nor_loop(function, layout) -> Non
         text = jax.jit(program).lower(jnp.zeros((2, 64, 4))).compile().as_text()
         found = [name for name in (" gather(", " scatter(", " while(", " sort(") if name in text]
         assert not found, f"reordering must be slices and concatenations, found {found}"
+
+
+@pytest.mark.parametrize(
+    "types", [(AxisType.Explicit,) * 2, (AxisType.Auto, AxisType.Explicit)], ids=["all", "context"]
+)
+@pytest.mark.parametrize("layout", ["contiguous", "dual_chunk_swap", "striped"])
+def test_along_explicit_axes_an_array_is_moved_and_lies_as_before(layout, types) -> None:
+    """`jax.make_mesh` makes Explicit axes unless it is told otherwise: a caller's first mesh has them."""
+    mesh = jax.make_mesh((2, 4), ("data", "context"), axis_types=types)
+    positions = np.arange(2 * 16.0).reshape(2, 16)
+    array = jax.device_put(positions, NamedSharding(mesh, PartitionSpec("data", "context")))
+    move, back = (
+        functools.partial(f, axis=1, layout=layout, context_parallelism=4) for f in (impl.reorder, impl.restore)
+    )
+    there = jax.jit(move)(array)
+    assert np.array_equal(there, move(positions)), "the same order as of an array on one device"
+    assert jax.typeof(there).sharding.spec == jax.typeof(array).sharding.spec, "along the same axes"
+    assert np.array_equal(back(there), positions), "outside of jit too"
+    gradient = jax.jit(jax.vjp(move, array)[1])(jax.jit(lambda array: 2 * array)(array))[0]
+    assert np.array_equal(gradient, 2 * back(positions)), "a cotangent goes the way back"
 
 
 @pytest.mark.parametrize(
