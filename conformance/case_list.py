@@ -1,7 +1,7 @@
-"""The deterministic list of cases of a profile: a covering list, the published models, the exact tier, then more.
+"""The deterministic list of cases of a profile: a covering list, published models, the exact tier, a long chunk, more.
 
 A pure function of (profile, seed, number of cases, devices): no state, no database; `list_hash` names a list.
-May touch: space, covering, models, philox. Tests: tests/conformance/test_case_list.py.
+May touch: space, covering, models, long_chunks, philox. Tests: tests/conformance/test_case_list.py.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from conformance.case_text import format_case
 from conformance.covering import covering_rows
+from conformance.long_chunks import long_chunk_case
 from conformance.models import model_cases, pull_request_5608_cases
 from conformance.philox import Draws
 from conformance.problem import Case
@@ -57,6 +58,8 @@ def case_list(profile: str, seed: int, examples: int | None = None, num_devices:
     for fixed in (pull_request_5608_cases, model_cases):
         cases += [case for case in fixed(_case_seed(seed, len(cases))) if case.problem.num_devices <= num_devices]
     cases += [_exact(case, seed, len(cases) + offset) for offset, case in enumerate(cases[: len(rows) : _EXACT_STRIDE])]
+    long = long_chunk_case(_case_seed(seed, len(cases)))
+    cases += [long] if long.problem.num_devices <= num_devices else []
     while len(cases) < wanted:
         cases.append(further_case(seed, len(cases), num_devices))
     return tuple(cases)
