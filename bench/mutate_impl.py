@@ -6,7 +6,7 @@ Changes one thing at a time in a copy of the code: a comparison, a number by one
 for another, the larger for the smaller, the ends of a permutation's pairs. Each mutant runs as a target of its file's
 strategies on cases of the quick list until a check has a finding; what no check sees is put to the file's tests in
 `tests/impl`. Survivors are printed with their line, to be looked at: either they change no result, or the suite is
-blind. Exit status 1 if any mutant survives both. May touch: a temporary copy, worker processes.
+blind (docs/mutation.md). Exit status 1 if any mutant survives both. May touch: a temporary copy, worker processes.
 """
 
 import argparse
