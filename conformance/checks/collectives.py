@@ -24,6 +24,8 @@ TENSORS = ("forward", "backward")
 # What XLA names a collective after that the target itself wrote.
 _EXPLICIT = ("all_gather", "all_to_all", "pmax", "pmin", "ppermute", "psum", "ragged_all_to_all", "reduce_scatter")
 
+_SENDS_BY_ITSELF = "kernels of its own send to other devices, and how much is not known: what it sends is not judged"
+
 
 @dataclass(frozen=True)
 class _Sent:
@@ -46,7 +48,7 @@ def check(evidence: Evidence) -> Outcome:
     if facts is None or claim is None:
         return Outcome()
     if facts["remote_copies"]:
-        return Outcome()  # kernels that send by themselves: what they send is not known, so nothing is claimed of it
+        return Outcome(cannot_ask=_SENDS_BY_ITSELF)
     problem = evidence.case.problem
     multiple = evidence.target.halo_row_multiple
     traced = [_of_traced(collective, problem) for collective in facts["traced"]]

@@ -153,13 +153,13 @@ def _limits(target: TargetRun, run: Run, counts: dict[str, int]) -> list[str]:
         )
     if run.plan.num_hosts is not None and any(problem.sinks for problem in taken):
         limits.append("dsinks is not compared where every host judges its own shards")
-    silent = {
-        check: why
-        for result in target.all_results
-        for check, why in {**result.no_question, **result.cannot_ask}.items()
-    }
-    shown_by = {check for result in target.all_results for check, _ in result.shares}
+    not_asked = {check: why for result in target.all_results for check, why in result.cannot_ask.items()}
+    shown_by = {check for result in target.all_results for check, _ in result.shares} | not_asked.keys()
+    silent = {check: why for result in target.all_results for check, why in result.no_question.items()}
     limits += [f"{check}: {why}" for check, why in silent.items() if check not in shown_by]
+    for check, why in not_asked.items():
+        times = sum(check in result.cannot_ask for result in target.all_results)
+        limits.append(f"{check} (not asked in {times} of {len(target.all_results)} cases): {why}")
     if target.stopped:
         limits.append(f"stopped early: {target.stopped}")
     if of.changed_on_import:

@@ -108,7 +108,9 @@ def test_a_target_that_claims_nothing_is_not_judged(judged: Judged) -> None:
 
 
 def test_a_kernel_that_sends_by_itself_is_not_taken_for_one_that_sends_nothing() -> None:
-    assert _made_up(remote_copies=2) == Outcome(), "nothing is known, so nothing conforms"
+    outcome = _made_up(remote_copies=2)
+    assert (outcome.shares, outcome.findings) == ({}, ()), "nothing is known, so nothing conforms"
+    assert outcome.cannot_ask.startswith("kernels of its own send to other devices"), "and the verdict says why"
 
 
 def _made_up(precision: Mapping[str, bool] = MappingProxyType({}), **facts: Any) -> Outcome:

@@ -138,7 +138,7 @@ def test_what_cannot_be_asked_is_declined_with_its_reason_and_never_conforms() -
     why = "jax 9 has no pltpu.InterpretParams"
     verdict = _verdict(CaseResult(_CASE, CONFORMS, shares={("contract", "call"): 0.0}, cannot_ask={"races": why}))
     assert {cell.status for cell in verdict.cells if cell.check == "races"} == {DECLINED}, "in the table"
-    assert f"races: {why}" in verdict.remarks, "with its reason"
+    assert f"races (not asked in 1 of 1 cases): {why}" in verdict.remarks, "with its reason"
     assert verdict.status == "inconclusive", "silence is no pass"
 
 
