@@ -9,8 +9,9 @@ from typing import Any
 
 from impl.kernels.pallas_blocks import LANES, Band
 
-BLOCKS = (512, 256, 128)
-"""Best first, by libtpu's static schedule (bench/tpu_schedule.py)."""
+BLOCKS = (1024, 512, 256, 128)
+"""Best first, by libtpu's static schedule (bench/tpu_schedule.py): what a grid step waits for at its start, and does
+besides its tiles, counts less in a longer one. The first is for windows of its length at least: its halo is as long."""
 LONG_TILE = 256
 """The matrix unit's own size: shorter tiles leave part of it idle, longer ones compute more of what nobody sees."""
 SPILLED_TILES = 8
@@ -53,7 +54,7 @@ class Blocks:
     @classmethod
     def fitting(cls, rows: int, window_left: int, sizes: RowSizes, vmem_bytes: int | None) -> "Blocks | None":
         """The best blocks for a chunk of `rows`; None where no blocks fit. vmem_bytes None: no limit."""
-        for block in BLOCKS:
+        for block in (size for size in BLOCKS if size <= max(window_left + 1, BLOCKS[1])):
             tile = LONG_TILE if min(window_left + 1, rows, block) >= LONG_TILE else LANES
             blocks = cls(min(block, -(-rows // tile) * tile), tile)
             if vmem_bytes is None or blocks.vmem_bytes(rows, window_left, sizes) <= vmem_bytes:

@@ -1,7 +1,8 @@
 """The forward Pallas TPU kernel of local attention with a window whose halo and local keys are separate operands.
 
-A grid step makes the logits of one query block and, from logits that the step before has left in VMEM, the output of
-the previous one: matmuls of the one run beside the exponentials of the other. Geometry: pallas_blocks.py. Tested in
+Logits of a tile of queries are made while the tile before it is finished, from logits that are in VMEM: matmuls of the
+one run beside exponentials of the other, and nothing is written where the other reads. The last tile of a block is
+finished by the next grid step, which therefore writes the block's results. Geometry: pallas_blocks.py. Tested in
 tests/impl/test_pallas_halo.py.
 """
 
@@ -89,6 +90,8 @@ def band_forward(
                     pltpu.VMEM((band.slots * band.block, value_dim), operands.value.dtype),
                     pltpu.VMEM((tiles, columns, band.stacked, band.tile), jnp.float32),
                     pltpu.VMEM((tiles, band.stacked, LANES), jnp.float32),
+                    pltpu.VMEM((1, band.group, band.block, value_dim), operands.query.dtype),
+                    pltpu.VMEM((1, band.group, band.block), jnp.float32),
                     pltpu.SemaphoreType.DMA((2, band.slots)),
                 ],
             ),
@@ -120,12 +123,14 @@ class _Given(NamedTuple):
 
 
 class _Refs(NamedTuple):
+    """finished: results of the step before, on their way out. held: of this step, for the next to write."""
+
     query: Any
     ring: KeyRing
     mask: Mask
     sinks: Any | None
-    out: Any
-    lse: Any
+    finished: ForwardResult
+    held: ForwardResult
     logits: Any
     maximum: Any
 
@@ -137,13 +142,14 @@ def _kernel(lowest: Any, query: Any, key: Any, value: Any, *refs: Any, band: Ban
     sinks = next(rest) if given.sinks else None
     for _ in range(2 * given.into):
         next(rest)  # The results so far are in HBM already: the aliased outputs are all that is written.
-    out, lse, key_buffer, value_buffer, logits, maximum, semaphores = rest
+    out, lse, key_buffer, value_buffer, logits, maximum, held_out, held_lse, semaphores = rest
     ring = KeyRing((key, value), halo, (key_buffer, value_buffer), semaphores)
     first_tile = band.blocks_before * band.tiles_per_block
     mask = Mask(lowest[0], ids, first_tile, config.padding_segment_id)
     step = pl.program_id(0)
     ring_of.fetch_keys(ring, band, step)
-    refs_of_step = _Refs(query, ring, mask, sinks, out, lse, logits, maximum)
+    results = (ForwardResult(out, lse), ForwardResult(held_out, held_lse))
+    refs_of_step = _Refs(query, ring, mask, sinks, *results, logits, maximum)
     compute = functools.partial(_compute, refs_of_step, band, config, step)
     if given.segment_ids or not given.halo:
         # Without a halo the call begins so far into the chunk that no query sees beyond the sequence.
@@ -157,10 +163,21 @@ def _kernel(lowest: Any, query: Any, key: Any, value: Any, *refs: Any, band: Ban
 
 
 def _compute(refs: _Refs, band: Band, config: KernelConfig, step: Any, mask: Mask | None) -> None:
+    last = band.tiles_per_block - 1
+    rows = pl.ds(0, last * band.tile)
+    if last > 0:
+        refs.finished.out[0, :, rows, :] = refs.held.out[0, :, rows, :]
+        refs.finished.lse[0, :, rows] = refs.held.lse[0, :, rows]
+    attend = _attend(refs, band, jnp.maximum(step - 1, 0), last, refs.finished)
     for tile in range(band.tiles_per_block):
-        ring_of.interleaved(
-            _attend(refs, band, jnp.maximum(step - 1, 0), tile), _logits(refs, band, config, step, tile, mask)
-        )
+        logits = _logits(refs, band, config, step, tile, mask)
+        if last > 0:
+            ring_of.interleaved(attend, logits)
+        else:
+            # The only tile's logits have one place: they are read before they are written.
+            ring_of.interleaved(attend)
+            ring_of.interleaved(logits)
+        attend = _attend(refs, band, step, tile, refs.held)
 
 
 def _logits(refs: _Refs, band: Band, config: KernelConfig, step: Any, tile: int, mask: Mask | None) -> Iterator[None]:
@@ -169,8 +186,8 @@ def _logits(refs: _Refs, band: Band, config: KernelConfig, step: Any, tile: int,
     rows = pl.ds(tile * band.tile, band.tile)
     query = refs.query[0, :, rows, :].reshape(band.stacked, -1)
     maximum = None
-    for index in _order(band):
-        offsets, tiles = band.columns[index], []
+    for index, offsets in enumerate(band.columns):
+        tiles = []
         for offset in offsets:
             key = refs.ring.buffers[0][band.ring_rows(head, block, tile + offset), :]
             tiles.append(blocks.matmul(query, key, (1, 1)))  # [stacked, tile]
@@ -188,28 +205,22 @@ def _logits(refs: _Refs, band: Band, config: KernelConfig, step: Any, tile: int,
     yield
 
 
-def _order(band: Band) -> list[int]:
-    """Of columns. `_attend` runs first in every turn, so it reads a column of logits before `_logits` replaces it."""
-    return [*range(1, len(band.columns)), 0]
-
-
-def _attend(refs: _Refs, band: Band, step: Any, tile: int) -> Iterator[None]:
+def _attend(refs: _Refs, band: Band, step: Any, tile: int, into: ForwardResult) -> Iterator[None]:
     """Softmax and output of the queries of `step`, whose logits are in VMEM."""
     head, block = band.head_and_block(step)
     maximum = refs.maximum[tile]
     by_column = blocks.widened(maximum, band.tile)
-    total = out = None
-    for index in _order(band):
+    total, parts, values = None, [], []
+    for index, offsets in enumerate(band.columns):
         weights = jnp.exp2(refs.logits[tile, index] - by_column)  # [stacked, tile]
         total = weights if total is None else total + weights
-        offsets = band.columns[index]
         for offset, part in zip(offsets, blocks.split(band, weights, len(offsets), keys_axis=1), strict=True):
             value = refs.ring.buffers[1][band.ring_rows(head, block, tile + offset), :]
-            weighted = blocks.matmul(part.astype(value.dtype), value, (1, 0))
-            out = weighted if out is None else out + weighted
+            parts.append(part.astype(value.dtype))
+            values.append(value)
             yield
     assert total is not None, "a query's own tile is always among the columns"
-    assert out is not None, "a query's own tile is always among the columns"
+    out = blocks.matmul(jnp.concatenate(parts, axis=1), jnp.concatenate(values, axis=0), (1, 0))
     row_total = jnp.sum(total, axis=1, keepdims=True)
     if refs.sinks is not None:
         row_total = row_total + jnp.exp2(_sinks(refs, band, step)[:, :1] - maximum[:, :1])
@@ -220,10 +231,10 @@ def _attend(refs: _Refs, band: Band, step: Any, tile: int) -> Iterator[None]:
         lse = jnp.where(empty, -jnp.inf, lse)
         out = jnp.where(empty[:, :1], 0, out)
     rows = pl.ds(tile * band.tile, band.tile)
-    refs.out[0, :, rows, :] = out.reshape(band.group, band.tile, -1).astype(refs.out.dtype)
+    into.out[0, :, rows, :] = out.reshape(band.group, band.tile, -1).astype(into.out.dtype)
     as_row = lse.T  # [LANES, stacked]
     for member in range(band.group):
-        refs.lse[0, pl.ds(member, 1), rows] = as_row[:1, member * band.tile : (member + 1) * band.tile]
+        into.lse[0, pl.ds(member, 1), rows] = as_row[:1, member * band.tile : (member + 1) * band.tile]
     yield
 
 

@@ -34,16 +34,16 @@ def kernel_on(mesh: SimpleNamespace, window: int = 1024, dtype=jnp.bfloat16, **f
     ("kind", "mib", "block"),
     [
         ("TPU v4", 15, 256),
-        ("TPU v5 lite", 100, 512),
-        ("TPU v5", 60, 512),
-        ("TPU v6 lite", 100, 512),
-        ("TPU7x", 60, 512),
+        ("TPU v5 lite", 100, 1024),
+        ("TPU v5", 60, 1024),
+        ("TPU v6 lite", 100, 1024),
+        ("TPU7x", 60, 1024),
     ],
 )
 def test_a_layer_has_the_longest_blocks_that_a_generation_holds(kind, mib, block) -> None:
     vmem = vmem_of(SimpleNamespace(device_kind=kind))
     assert vmem // MIB == mib, "0.95 of the core's VMEM, at most 100 MiB"
-    assert Blocks.fitting(16384, 1023, GEMMA_4, vmem) == Blocks(block, 256), "v4 alone has too little for 512 rows"
+    assert Blocks.fitting(16384, 1023, GEMMA_4, vmem) == Blocks(block, 256), "v4 alone has too little"
 
 
 def test_what_the_compiler_counted_for_v4_is_no_more_than_the_estimate() -> None:
@@ -55,7 +55,12 @@ def test_what_the_compiler_counted_for_v4_is_no_more_than_the_estimate() -> None
 
 
 def test_nothing_limits_blocks_that_are_interpreted() -> None:
-    assert Blocks.fitting(2**17, 2**17, GEMMA_4, None) == Blocks(512, 256), "an interpreter has no VMEM"
+    assert Blocks.fitting(2**17, 2**17, GEMMA_4, None) == Blocks(1024, 256), "an interpreter has no VMEM"
+
+
+def test_blocks_are_not_much_longer_than_the_window() -> None:
+    assert Blocks.fitting(16384, 511, GEMMA_4, None) == Blocks(512, 256), "1024 would fetch twice the halo"
+    assert Blocks.fitting(16384, 127, GEMMA_4, None) == Blocks(512, 128), "short tiles for a short window"
 
 
 @pytest.mark.parametrize(
