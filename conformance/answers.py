@@ -56,10 +56,10 @@ def precision_of(target: TargetDescription, dtype: str, matmul_precision: str = 
         ValueError: a field that Precision does not have, or a value below its floor.
     """
     known = {field.name for field in dataclasses.fields(Precision)} - {"dtype"}
-    for name in target.precision:
+    for name in (*target.precision, *(target.tpu_precision or ())):
         if name not in known:
             raise ValueError(f"precision has no field {name!r}; its fields are {', '.join(sorted(known))}")
-    declared = dict(target.precision)
+    declared = dict(target.numerics)
     if dtype != "float32":
         declared.pop("matmul_passes", None)
     elif target.platform == "tpu" and matmul_precision == "default":

@@ -51,6 +51,7 @@ _MOVES = (
     "transpose",
 )
 _ADDS = ("add", "add_any", "cumsum", "reduce_sum", "scatter-add", "sub")
+# They sum wide inside, and may give what comes out rounded.
 _SUMS_INSIDE = ("dot_general", "pallas_call")
 _MANTISSA_BITS_OF_FLOAT32 = 23
 _NARROW = ("bfloat16", "float16", "float8")
@@ -103,13 +104,15 @@ def _after(equation: Any, inputs: list[State]) -> list[State]:
     keeps = name in (*_MOVES, *_TRAVELS) and not (name == "mul" and all(_INPUT in state for state in inputs))
     if not keeps:
         together -= _NOT_COMPUTED_WITH
-    if ((_rounds(equation) and not narrow) or _comes_out_narrow(equation)) and _COTANGENT in together:
+    if _rounds(equation) and not narrow and _COTANGENT in together:
         together |= {_ROUNDED}
+    rounded = {_ROUNDED} if name in _SUMS_INSIDE and _COTANGENT in together else _NOTHING
     if name in _TRAVELS and _COTANGENT in together and (narrow or _ROUNDED in together):
         together |= {_TRAVELLED if narrow else _TRAVELLED_WIDE}
-    if len(inputs) == len(equation.outvars) > 1:  # a barrier, or several arrays at once: each goes its own way
+    takes_each_alone = name in (*_MOVES, *_TRAVELS, *_SUMS_OVER_RANKS)
+    if takes_each_alone and len(inputs) == len(equation.outvars) > 1:  # several arrays at once: each goes its own way
         return [(state & together if keeps else state - _NOT_COMPUTED_WITH) | sums for state in inputs]
-    return [together | sums] * len(equation.outvars)
+    return [together | sums | (rounded if _is_narrow(var) else _NOTHING) for var in equation.outvars]
 
 
 def _rounds(equation: Any) -> bool:
@@ -119,11 +122,8 @@ def _rounds(equation: Any) -> bool:
     return equation.primitive.name == "convert_element_type" and str(equation.outvars[0].aval.dtype).startswith(_NARROW)
 
 
-def _comes_out_narrow(equation: Any) -> bool:
-    """Whether it sums wide inside, as a matrix product does, and gives the sum rounded."""
-    return equation.primitive.name in _SUMS_INSIDE and any(
-        str(getattr(var.aval, "dtype", "")).startswith(_NARROW) for var in equation.outvars
-    )
+def _is_narrow(var: Any) -> bool:
+    return str(getattr(var.aval, "dtype", "")).startswith(_NARROW)
 
 
 def _after_scan(equation: Any, inputs: list[State]) -> list[State]:

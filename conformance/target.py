@@ -53,10 +53,16 @@ class TargetDescription:
     exact: bool = False
     halo_row_multiple: int = 1
     residual_names: tuple[str, ...] = ()
+    tpu_precision: Mapping[str, Any] | None = None
     changed_on_import: tuple[str, ...] = ()
     """What importing it changed of JAX's options and environment; it has been put back."""
     platform: str = "cpu"
     """That of the devices that it runs on here, which decides how many passes a float32 matmul takes."""
+
+    @property
+    def numerics(self) -> Mapping[str, Any]:
+        """What it declares of its precision on its platform: many choose another kernel on a TPU."""
+        return self.precision if self.platform != "tpu" or self.tpu_precision is None else self.tpu_precision
 
 
 @dataclass(frozen=True)
@@ -109,7 +115,8 @@ def make_target(candidate: Any, spec: str) -> Target:
         name=str(getattr(candidate, "name", spec)),
         has_lse=with_lse is not None,
         communication=_choice(candidate, spec, "communication", None, COMMUNICATIONS),
-        precision=_precision(candidate, spec),
+        precision=_precision(candidate, spec, "precision"),
+        tpu_precision=_precision(candidate, spec, "tpu_precision") if hasattr(candidate, "tpu_precision") else None,
         empty_rows=_choice(candidate, spec, "empty_rows", "undefined", EMPTY_ROWS),
         lse_grad=_choice(candidate, spec, "lse_grad", True, (True, False)),
         exact=_choice(candidate, spec, "exact", False, (True, False)),
@@ -169,11 +176,11 @@ def _choice(candidate: Any, spec: str, attribute: str, default: Any, choices: tu
     return value
 
 
-def _precision(candidate: Any, spec: str) -> dict[str, Any]:
+def _precision(candidate: Any, spec: str, attribute: str) -> dict[str, Any]:
     """The declared numerics: their names and values are judged by the parent, but plain data they must be."""
-    value = getattr(candidate, "precision", {})
+    value = getattr(candidate, attribute, {})
     if not isinstance(value, Mapping) or not all(isinstance(item, int | None) for item in value.values()):
-        raise TargetError(f"{spec}.precision must map fields of oracle.budget.Precision to values, got {value!r}")
+        raise TargetError(f"{spec}.{attribute} must map fields of oracle.budget.Precision to values, got {value!r}")
     return dict(value)
 
 

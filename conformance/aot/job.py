@@ -100,7 +100,7 @@ def compile_target(spec: str, topology: str, cases: Sequence[Case], *, schedules
         raise TargetError(f"the compiling process exited with status {ended.returncode}\n{tail}")
     if "load_error" in messages[0]:
         raise TargetError(messages[0]["load_error"])
-    description = TargetDescription(**messages[0]["description"])
+    description = TargetDescription(**messages[0]["description"] | {"platform": "tpu"})
     for case, message in zip(cases, messages[1:], strict=False):
         yield _judged(description, topology, case, message)
     for case in cases[len(messages) - 1 :]:

@@ -65,7 +65,7 @@ def check(evidence: Evidence) -> Outcome:
                 shares[tensor] = max(shares.get(tensor, 0.0), judged.share)
             findings = judged.findings | findings
     for tensor, how in facts["narrow_sums"]:
-        if evidence.target.precision.get("rounded_partials") and how.endswith(OF_ROUNDED):
+        if evidence.target.numerics.get("rounded_partials") and how.endswith(OF_ROUNDED):
             continue  # declared, and so told with the verdict; the sum itself is still owed in float32
         judged = _Judgement(evidence, "backward", claim)
         judged.add(f"sums {tensor} across ranks in less than float32", f"({how})", expected="float32", got=how)

@@ -167,8 +167,8 @@ def _limits(target: TargetRun, run: Run, counts: dict[str, int]) -> list[str]:
             f"importing it changes {'; '.join(of.changed_on_import)}: put back before its cases ran; what it needs "
             "must be set in the environment of halocheck"
         )
-    if of.precision:
-        declared = ", ".join(f"{name}={value}" for name, value in of.precision.items())
+    if of.numerics:
+        declared = ", ".join(f"{name}={value}" for name, value in of.numerics.items())
         limits.append(f"allowances are for the numerics it declares: {declared}")
     if unasked := [name for name in CHECKS if name not in run.plan.check_names]:
         limits.append(f"not asked for: {', '.join(unasked)}")

@@ -17,6 +17,8 @@ import impl
 from conformance.problem import Problem
 from impl.kernels import pallas_halo, splash
 
+_OF_SPLASH = {"prescaled_query": True, "rounded_partials": True}
+
 
 @dataclass(frozen=True)
 class _Bundled:
@@ -47,7 +49,12 @@ class _Bundled:
     def precision(self) -> dict[str, bool]:
         """Its numerics. Splash knows no scale, so the query carries it, rounded to the inputs' dtype; and it rounds its
         results, of which a rank adds up several. The pallas_halo kernels do neither: what is added up is float32."""
-        return {"prescaled_query": True, "rounded_partials": True} if self.local_kernel == "splash" else {}
+        return dict(_OF_SPLASH) if self.local_kernel == "splash" else {}
+
+    @property
+    def tpu_precision(self) -> dict[str, bool]:
+        """On a TPU the layers that pallas_halo declines run splash, unless a kernel is asked for."""
+        return dict(_OF_SPLASH) if self.local_kernel in ("", "splash") else {}
 
     def supports(self, problem: Problem) -> str | None:
         """The reason to decline: what the strategy, or its local kernel, cannot do by its nature."""

@@ -107,10 +107,10 @@ def test_the_variants_that_checks_want_are_run_on_the_same_program() -> None:
 
     target, phases = make_target(SimpleNamespace(attention=attention), "m:t"), []
     message, arrays = execute(target, _CASE, phases.append, ("visibility", "invariance"))
-    variants = ("coded", "loud", "poisoned_keys", "poisoned_queries", "changed", "again")
+    variants = ("coded", "loud", "poisoned_keys", "poisoned_queries", "changed", "lse_alone", "again")
     assert len(traces) == 2, "traced for the primal call and the VJP, and not again"
     assert message == {"misplaced": {}, "diverged": {}}, "nothing went wrong"
-    assert phases[-6:] == [f"running variant {name}" for name in variants], "told in order, after the draws"
+    assert phases[-7:] == [f"running variant {name}" for name in variants], "told in order, after the draws"
     assert set(arrays) == expected_names(Evidence(target.description, _CASE, {}, {}, variants)), "all that is owed"
     inputs = variant_inputs(_CASE, "coded")
     assert inputs.segment_ids is not None, "the case has segments"

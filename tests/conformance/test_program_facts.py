@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from conformance.narrow_sums import narrow_sums
@@ -137,6 +138,21 @@ def _product(x: Any, cotangent: Any, dtype: str = "bfloat16") -> Any:
     return jnp.einsum("a,b->b", x, cotangent, preferred_element_type=jnp.dtype(dtype))
 
 
+def _kernel_of(first: str, second: str, summed: int) -> Callable[..., Any]:
+    """A Pallas kernel with two results of these dtypes, one of which is summed over ranks in float32."""
+
+    def backward(x: Any, cotangent: Any) -> Any:
+        def kernel(keys: Any, cotangents: Any, one: Any, other: Any) -> None:
+            one[...] = (keys[...] * cotangents[...]).astype(one.dtype)
+            other[...] = (keys[...] + cotangents[...]).astype(other.dtype)
+
+        shapes = [jax.ShapeDtypeStruct(x.shape, jnp.dtype(dtype)) for dtype in (first, second)]
+        results = pl.pallas_call(kernel, out_shape=shapes, interpret=True)(x, cotangent)
+        return lax.psum(results[summed].astype(jnp.float32), "context").astype(x.dtype)
+
+    return backward
+
+
 def _ring_of(dtype: Any) -> Callable[..., Any]:
     """The gradient of passing keys rotates in `dtype`, and each rank adds its own part."""
 
@@ -178,6 +194,8 @@ def _ring_of(dtype: Any) -> Callable[..., Any]:
         (lambda x, ct: lax.psum(_product(x, ct).astype("float32"), "context"), ["psum of what was rounded"]),
         (lambda x, ct: lax.psum(_product(x, ct, "float32"), "context"), []),
         (lambda x, ct: _product(x, ct).astype("float32") * 2.0 + x, []),
+        (_kernel_of("bfloat16", "float32", summed=0), ["psum of what was rounded"]),
+        (_kernel_of("bfloat16", "float32", summed=1), []),
         (
             lambda x, ct: lax.reduce_precision(lax.all_gather(x.astype("float32") * ct, "context"), 8, 7).sum(0),
             [],
@@ -189,7 +207,14 @@ def _ring_of(dtype: Any) -> Callable[..., Any]:
         *("psum", "reduce_scatter", "wide psum", "psum of keys", "permute and add", "padded and widened, then added"),
         *("wide permute", "keys travel narrow", "a cotangent that is computed with", "narrow ring", "wide ring"),
         *("rounded psum", "rounded, then sent and added", "a product that comes out rounded", "a wide product"),
-        *("a rounded product that stays", "gathered, then rounded", "rounded after the sum", "rounded, and never sent"),
+        *(
+            "a rounded product that stays",
+            "a kernel's rounded result",
+            "a kernel's wide result",
+            "gathered, then rounded",
+            "rounded after the sum",
+            "rounded, and never sent",
+        ),
     ],
 )
 def test_sums_of_gradients_in_less_than_float32_are_told_from_all_others(function: Any, expected: list[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -117,6 +118,15 @@ def test_an_object_says_more_of_itself() -> None:
         "m:mine", "mine", True, "halo", {"rounded_probabilities": True, "matmul_passes": 1}, "zero", False
     ), "every attribute of the contract"
     assert target.supports(Problem()) == "no", "its own function"
+
+
+def test_numerics_that_are_declared_for_a_tpu_hold_there_alone() -> None:
+    of_both = make_target(SimpleNamespace(attention=_attention, precision={"rounded_logits": True}), "m:t").description
+    on_tpu = dataclasses.replace(of_both, platform="tpu")
+    assert of_both.numerics == on_tpu.numerics == {"rounded_logits": True}, "on a TPU as elsewhere"
+    other = dataclasses.replace(of_both, tpu_precision={})
+    assert other.numerics == {"rounded_logits": True}, "on simulated devices as before"
+    assert dataclasses.replace(other, platform="tpu").numerics == {}, "there another kernel"
 
 
 @pytest.mark.parametrize("candidate", [3, None, "attention", SimpleNamespace(attention=3), SimpleNamespace()])
