@@ -51,6 +51,8 @@ import oracle
         ({"sinks": np.zeros((2, 1))}, "sinks must have 1 dimensions, got shape (2, 1)"),
         ({"sinks": np.array([0.0, -np.inf])}, "sinks must be finite, got [  0. -inf]"),
         ({"dout": np.zeros((1, 6, 2, 2))}, "dout must have the shape of out (1, 6, 2, 3), got (1, 6, 2, 2)"),
+        ({"dout": np.zeros((1, 6, 2))}, "dout must have 4 dimensions, got shape (1, 6, 2)"),
+        ({"dlse": np.zeros((1, 6, 2, 3))}, "dlse must have 3 dimensions, got shape (1, 6, 2, 3)"),
         ({"dlse": np.zeros((1, 6, 1))}, "dlse must have the shape of lse (1, 6, 2), got (1, 6, 1)"),
     ],
 )
