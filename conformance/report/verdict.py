@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from conformance.aot import check as aot
 from conformance.checks import CHECKS
+from conformance.designated import asks_lse
 from conformance.finding import Finding
 from conformance.problem import Case
 from conformance.runner import Run, TargetRun
@@ -203,7 +204,7 @@ def _has(target: TargetRun, case: Case, check: str, tensor: str) -> bool:
     if not CHECKS[check].asks_about(case):
         return False
     present = {
-        "lse": target.description.has_lse,
+        "lse": target.description.has_lse and asks_lse(case),
         "dsinks": case.problem.sinks,
         "dvalue": not case.problem.shared_kv,
     }

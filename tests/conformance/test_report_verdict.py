@@ -158,6 +158,12 @@ def test_tensors_that_no_taken_case_has_are_not_owed() -> None:
     assert _status(_run(_passed(_SHARED))) == (CONFORMS, 0), "one key-value array, no sinks: nothing to see"
 
 
+def test_lse_is_owed_by_cases_that_call_attention_with_lse_alone() -> None:
+    not_called = _PLAIN.replace(seed=1)
+    assert _status(_run(_passed(not_called), has_lse=True)) == (CONFORMS, 0), "one case in four calls it"
+    assert _status(_run(_passed(_PLAIN), has_lse=True)) == (INCONCLUSIVE, 4), "this one does, and gave nothing"
+
+
 def test_a_tensor_whose_every_case_was_declined_is_declined_and_counted() -> None:
     run = _run(_passed(_PLAIN), _declined(_SINKS), _passed(_PLAIN))
     assert _cell(run, "dsinks")[0] == DECLINED, "not 'not tried': the list had it"
