@@ -1,10 +1,13 @@
-"""Bundles that the Pallas halo kernels take by libtpu's static schedule, beside JAX's splash attention and the limit.
+"""Bundles that the Pallas halo kernels take by libtpu's static schedule, beside splash attention's and the limit.
 
 Compiles, for an absent TPU, the interior call of one local layer's chunk (128K tokens, 8 ranks, W = 1024, bfloat16);
-nothing is executed. Needs libtpu (`pip install halocheck[aot]`).
+nothing is executed. JAX's and, where it is installed, tokamax's splash attention run with the best of three sizes of
+blocks. Needs libtpu (`pip install halocheck[aot]`).
 `python bench/tpu_schedule.py [v6e:2x4 | tpu7x:2x2x2 …]`
 """
 
+import importlib
+import importlib.util
 import json
 import subprocess
 import sys
@@ -19,8 +22,18 @@ from conformance.aot.job import compiler_environment
 TOPOLOGIES = ("v6e:2x4", "tpu7x:2x2x2")
 MODELS = {"Gemma 4 26B-A4B": (16, 8, 256), "Gemma 3 27B": (32, 16, 128)}
 """Query heads, kv heads, head_dim of the local layers."""
-KERNELS = ("pallas_halo_forward", "pallas_halo_backward", "splash_forward", "splash_backward")
-ROWS, WINDOW, BLOCK = 131072 // 8, 1024, 512
+LIBRARIES = {
+    "jax": "jax.experimental.pallas.ops.tpu.splash_attention",
+    "tokamax": "tokamax._src.ops.experimental.tpu.splash_attention",
+}
+"""Where each keeps its splash attention."""
+KERNELS = tuple(
+    f"{name}_{way}"
+    for name in ("pallas_halo", *(f"{library}_splash" for library in LIBRARIES if importlib.util.find_spec(library)))
+    for way in ("forward", "backward")
+)
+SPLASH_BLOCKS = (256, 512, 1024)
+ROWS, WINDOW, QUERIES = 131072 // 8, 1024, 512
 MATRIX_UNIT = 4 * 256 * 256
 """Multiplications that a v6e's matrix units do a bundle."""
 
@@ -32,27 +45,37 @@ def main(topologies: list[str]) -> None:
     for topology in topologies:
         for model, (_, _, head_dim) in MODELS.items():
             for kernel in KERNELS:
-                schedule, steps = compiled_schedule(topology, model, kernel)
                 matmuls = 2 if kernel.endswith("forward") else 5
-                limit = matmuls * BLOCK * WINDOW * head_dim // MATRIX_UNIT
-                hot, every = (round(bundles * steps) for bundles in (schedule.hot, schedule.program))
-                print(f"| {topology} | {model} | {kernel} | {hot} | {every} | {limit} |", flush=True)
+                limit = matmuls * QUERIES * WINDOW * head_dim // MATRIX_UNIT
+                hot, every, block = best(topology, model, kernel)
+                with_blocks = f", blocks of {block}" if block else ""
+                print(f"| {topology} | {model} | {kernel}{with_blocks} | {hot} | {every} | {limit} |", flush=True)
 
 
-def compiled_schedule(topology: str, model: str, kernel: str) -> tuple[Schedule, float]:
+def best(topology: str, model: str, kernel: str) -> tuple[int, int, int]:
+    """(hot · steps, program · steps, block) with the blocks that take the fewest bundles; ours know their own: 0."""
+    tried = []
+    for block in SPLASH_BLOCKS if "splash" in kernel else (0,):
+        schedule, steps = compiled_schedule(topology, model, kernel, block)
+        tried.append((round(schedule.hot * steps), round(schedule.program * steps), block))
+    return min(tried)
+
+
+def compiled_schedule(topology: str, model: str, kernel: str, block: int) -> tuple[Schedule, float]:
     """The schedule of a kernel, and the grid steps that compute for 512 queries of one head.
 
     Compiled in a process of its own, since libtpu reads where to dump once.
     """
     with tempfile.TemporaryDirectory() as dump:
         environment = compiler_environment(topology) | {"LIBTPU_INIT_ARGS": dump_arguments(Path(dump))}
-        command = [sys.executable, __file__, "--compile", topology, model, kernel]
+        command = [sys.executable, __file__, "--compile", topology, model, kernel, str(block)]
         run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         if run.returncode:
             raise RuntimeError(f"compiling {kernel} for {topology} failed:\n{run.stderr[-2000:]}")
         steps = json.loads(run.stdout.splitlines()[-1])
         # A program that differentiates splash contains its forward too.
-        name = {"splash_forward": "splash_mha_fwd", "splash_backward": "splash_mha_d"}.get(kernel, kernel)
+        own = "splash_mha_fwd" if kernel.endswith("forward") else "splash_mha_d"
+        name = own if "splash" in kernel else kernel
         files = [
             path
             for path in Path(dump).glob("*-final_bundles.txt")
@@ -63,7 +86,7 @@ def compiled_schedule(topology: str, model: str, kernel: str) -> tuple[Schedule,
         return schedule_of(files[0].read_text(encoding="utf-8")), steps
 
 
-def compile_kernel(topology: str, model: str, kernel: str) -> float:
+def compile_kernel(topology: str, model: str, kernel: str, block: int) -> float:
     """Compiles one kernel for the first device of a topology; returns its steps for 512 queries of one head."""
     import jax
     import numpy as np
@@ -72,7 +95,7 @@ def compile_kernel(topology: str, model: str, kernel: str) -> float:
 
     description = topologies.get_topology_desc(platform="tpu", topology_name=topology)
     sharding = NamedSharding(Mesh(np.array(description.devices[:1]), ("one",)), PartitionSpec())
-    program, shapes, steps = (_splash if kernel.startswith("splash") else _pallas_halo)(model, kernel)
+    program, shapes, steps = _splash(model, kernel, block) if block else _pallas_halo(model, kernel)
     arguments = [jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for shape, dtype in shapes]
     jax.jit(program).lower(*arguments).compile()
     return steps
@@ -88,7 +111,7 @@ def _pallas_halo(model: str, kernel: str) -> tuple[Callable[..., Any], list[tupl
     from impl.kernels.pallas_halo_forward import BandOperands, band_forward
 
     num_query_heads, num_kv_heads, dim = MODELS[model]
-    group, blocks = num_query_heads // num_kv_heads, Blocks(512, 256)
+    group, blocks = num_query_heads // num_kv_heads, Blocks(1024, 256)
     outer = -(-(WINDOW - 1) // blocks.block)
     inner, final = ROWS // blocks.block - outer, (ROWS - WINDOW + 1) // blocks.block
     band = Band(WINDOW - 1, blocks.block, blocks.tile, outer, inner, num_kv_heads, num_kv_heads, group, final)
@@ -97,7 +120,7 @@ def _pallas_halo(model: str, kernel: str) -> tuple[Callable[..., Any], list[tupl
     queries, keys = ((num_kv_heads, group, ROWS, dim), narrow), ((num_kv_heads, ROWS, dim), narrow)
     rows, tail = (queries[0][:3], wide), ((num_kv_heads, outer * blocks.block, dim), wide)
     shapes = [((1,), jnp.int32), queries, keys, keys]
-    steps = BLOCK / (blocks.block * group)
+    steps = QUERIES / (blocks.block * group)
 
     def forward(lowest: Any, query: Any, key: Any, value: Any) -> Any:
         return band_forward(BandOperands(query, key, value, None, None, lowest), band, config)
@@ -113,29 +136,29 @@ def _pallas_halo(model: str, kernel: str) -> tuple[Callable[..., Any], list[tupl
     return backward, [*shapes, queries, rows, rows, queries, queries, tail, tail], steps
 
 
-def _splash(model: str, kernel: str) -> tuple[Callable[..., Any], list[tuple[tuple[int, ...], Any]], float]:
+def _splash(model: str, kernel: str, block: int) -> tuple[Callable[..., Any], list[tuple[tuple[int, ...], Any]], float]:
     import jax
     import jax.numpy as jnp
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
+    library = LIBRARIES[kernel.partition("_")[0]]
+    splash = importlib.import_module(f"{library}.splash_attention_kernel")
+    masks = importlib.import_module(f"{library}.splash_attention_mask")
     num_query_heads, num_kv_heads, dim = MODELS[model]
     rows = ROWS // 4  # Of the schedule's length nothing depends on the rows, but splash builds its mask on the host.
-    mask = masks.MultiHeadMask([masks.LocalMask((rows, rows), (WINDOW - 1, 0), 0)] * num_query_heads)
-    sizes = splash.BlockSizes(
-        block_q=BLOCK,
-        block_kv=BLOCK,
-        block_kv_compute=BLOCK,
-        block_q_dkv=BLOCK,
-        block_kv_dkv=BLOCK,
-        block_kv_dkv_compute=BLOCK,
-        use_fused_bwd_kernel=True,
-    )
-    attend = splash.make_splash_mha(mask, block_sizes=sizes, head_shards=1, q_seq_shards=1)
+    mask = masks.LocalMask((rows, rows), (WINDOW - 1, 0), 0)
+    names = ("block_q", "block_kv", "block_kv_compute", "block_q_dkv", "block_kv_dkv", "block_kv_dkv_compute")
+    sizes = dict.fromkeys(names, block) | {"use_fused_bwd_kernel": True}
+    if library == LIBRARIES["jax"]:
+        masks_of_heads = masks.MultiHeadMask([mask] * num_query_heads)
+        block_sizes = splash.BlockSizes(**sizes)
+        attend = splash.make_splash_mha(masks_of_heads, block_sizes=block_sizes, head_shards=1, q_seq_shards=1)
+    else:
+        attend = splash.make_splash_mha(mask, config=splash.SplashConfig(**sizes), q_seq_shards=1)
     queries, keys = (num_query_heads, rows, dim), (num_kv_heads, rows, dim)
     shapes: list[tuple[tuple[int, ...], Any]] = [(queries, jnp.bfloat16), (keys, jnp.bfloat16), (keys, jnp.bfloat16)]
 
-    steps = float((WINDOW - 1 + BLOCK) // BLOCK + 1)
+    blocks_of_keys = -(-(WINDOW - 1) // block) + 1
+    steps = QUERIES / block * blocks_of_keys
     if kernel.endswith("forward"):
         return attend, shapes, steps
     return lambda *inputs: jax.vjp(attend, *inputs[:3])[1](inputs[3]), [*shapes, (queries, jnp.bfloat16)], steps
@@ -143,6 +166,6 @@ def _splash(model: str, kernel: str) -> tuple[Callable[..., Any], list[tuple[tup
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--compile"]:
-        print(json.dumps(compile_kernel(*sys.argv[2:5])))
+        print(json.dumps(compile_kernel(*sys.argv[2:5], int(sys.argv[5]))))
     else:
         main(sys.argv[1:] or list(TOPOLOGIES))
