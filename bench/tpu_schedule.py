@@ -166,6 +166,7 @@ def _splash(model: str, kernel: str, block: int) -> tuple[Callable[..., Any], li
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--compile"]:
-        print(json.dumps(compile_kernel(*sys.argv[2:5], int(sys.argv[5]))))
+        topology, model, kernel, block = sys.argv[2:6]
+        print(json.dumps(compile_kernel(topology, model, kernel, int(block))))
     else:
         main(sys.argv[1:] or list(TOPOLOGIES))
