@@ -129,7 +129,7 @@ def _pallas_halo(model: str, kernel: str) -> tuple[Callable[..., Any], list[tupl
         dout, lse, dlse, out, dquery, tail_key, tail_value = rest
         operands = BandOperands(query, key, value, None, None, lowest)
         into = BackwardResult(dquery, None, None, tail_key, tail_value, None, None)
-        return band_backward(operands, BandCotangents(dout, lse, dlse, out), band, config, narrow, into)
+        return band_backward(operands, BandCotangents(dout, lse, dlse, out), band, config, jnp.dtype(narrow), into)
 
     if kernel.endswith("forward"):
         return forward, shapes, steps
