@@ -1,8 +1,8 @@
 """The backward Pallas TPU kernel of local attention with a window: dquery, dkey and dvalue in one pass over the band.
 
-Logits are made once, keys by queries, so that of the five matmuls only dquery's reads anything transposed. Gradients of
-keys gather in float32 in VMEM, in a ring beside that of the keys, and leave when the band has passed (pallas_flush.py).
-Geometry: pallas_blocks.py. Tested in tests/impl/test_pallas_halo.py.
+What a grid step computes is in pallas_halo_gradients.py. Gradients of keys gather in float32 in VMEM, in a ring beside
+that of the keys, and leave when the band has passed (pallas_flush.py). Geometry: pallas_blocks.py.
+Tested in tests/impl/test_pallas_halo.py.
 """
 
 import functools
@@ -15,13 +15,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
-from impl.kernels import pallas_blocks as blocks
 from impl.kernels import pallas_ring as ring_of
 from impl.kernels.interface import KernelConfig
-from impl.kernels.pallas_blocks import HIDDEN, LANES, LOG2_E, Band, Mask
+from impl.kernels.pallas_blocks import Band, Mask
 from impl.kernels.pallas_fetch import Cargo, call_with_cargo
 from impl.kernels.pallas_flush import GradientRing, Targets, flush_gradients, open_gradients
 from impl.kernels.pallas_halo_forward import BandOperands
+from impl.kernels.pallas_halo_gradients import StepRefs, compute_gradients
 from impl.kernels.pallas_ring import HBM, KeyRing, now
 
 
@@ -166,18 +166,6 @@ class _Given(NamedTuple):
     final: bool
 
 
-class _Refs(NamedTuple):
-    query: Any
-    dout: Any
-    out: Any | None
-    lse: Any
-    delta: Any
-    ring: KeyRing
-    gradients: GradientRing
-    mask: Mask
-    dquery: Any
-
-
 def _kernel(lowest: Any, *refs: Any, band: Band, config: KernelConfig, given: _Given) -> None:
     rest = iter(refs)
     query, key, value, dout, lse, delta = (next(rest) for _ in range(6))
@@ -207,8 +195,8 @@ def _kernel(lowest: Any, *refs: Any, band: Band, config: KernelConfig, given: _G
     step = pl.program_id(0)
     ring_of.fetch_keys(ring, band, step)
     open_gradients(gradients, band, step)
-    refs_of_step = _Refs(query, dout, out, lse, delta, ring, gradients, mask, dquery)
-    compute = functools.partial(_compute, refs_of_step, band, config, step)
+    refs_of_step = StepRefs(query, dout, out, lse, delta, ring, gradients, mask, dquery)
+    compute = functools.partial(compute_gradients, refs_of_step, band, config, step)
     if given.segment_ids or not given.halo:
         # Without a halo the call begins so far into the chunk that no query sees beyond the sequence.
         compute(mask if given.segment_ids else None)
@@ -223,102 +211,3 @@ def _kernel(lowest: Any, *refs: Any, band: Band, config: KernelConfig, given: _G
 
 def _pair(refs: Iterator[Any], present: bool) -> tuple[Any, Any] | None:
     return (next(refs), next(refs)) if present else None
-
-
-class _Column(NamedTuple):
-    """One column of one query tile between its two stages: products of query with key, and of dout with value."""
-
-    tile: int
-    offsets: tuple[int, ...]
-    products: Float[Array, "tile stacked"]
-    dweights: Float[Array, "tile stacked"]
-
-
-def _compute(refs: _Refs, band: Band, config: KernelConfig, step: Any, mask: Mask | None) -> None:
-    columns = [(tile, offsets) for tile in range(band.tiles_per_block) for offsets in band.columns]
-    # The matmuls of a column are issued before the exponentials of the one before it, to run beside them.
-    ahead = _products(refs, band, step, *columns[0])
-    dquery: Any = None
-    delta: Any = None
-    for index in range(len(columns)):
-        column = ahead
-        if column.offsets == band.columns[0]:
-            delta = _delta(refs, band, column.tile)
-        if index + 1 < len(columns):
-            ahead = _products(refs, band, step, *columns[index + 1])
-        part = _gradients(refs, band, config, step, column, delta, mask)
-        dquery = part if column.offsets == band.columns[0] else dquery + part
-        if column.offsets == band.columns[-1]:
-            rows = pl.ds(column.tile * band.tile, band.tile)
-            scaled = (dquery * config.scale).reshape(band.group, band.tile, -1)
-            refs.dquery[0, :, rows, :] = scaled.astype(refs.dquery.dtype)
-
-
-def _products(refs: _Refs, band: Band, step: Any, tile: int, offsets: tuple[int, ...]) -> _Column:
-    head, block = band.head_and_block(step)
-    key_buffer, value_buffer = refs.ring.buffers
-    query, dout = _stacked(refs.query, band, tile), _stacked(refs.dout, band, tile)
-    places = [band.ring_rows(head, block, tile + offset) for offset in offsets]
-    products = [blocks.matmul(key_buffer[place, :], query, (1, 1)) for place in places]
-    dweights = [blocks.matmul(value_buffer[place, :], dout, (1, 1)) for place in places]
-    return _Column(
-        tile,
-        offsets,
-        blocks.joined(band, products, keys_axis=0),
-        blocks.joined(band, dweights, keys_axis=0),
-    )
-
-
-def _gradients(
-    refs: _Refs, band: Band, config: KernelConfig, step: Any, column: _Column, delta: Any, mask: Mask | None
-) -> Array:
-    """Adds a column's share to the gradients of its keys; returns that of the queries [stacked, head_dim], unscaled."""
-    head, block = band.head_and_block(step)
-    tile, offsets = column.tile, column.offsets
-    logits = blocks.base2(column.products, config)
-    visible = blocks.visible_column(band, block, tile, offsets, mask, keys_axis=0)
-    seen = logits if visible is None else jnp.where(visible, logits, HIDDEN)
-    weights = jnp.exp2(seen - _row(refs.lse, band, tile) * LOG2_E)
-    dlogits = weights * (column.dweights - delta)
-    if config.attn_logits_soft_cap is not None:
-        # Of logits before the mask: the square of HIDDEN would be infinite, and 0 · ∞ is no gradient.
-        dlogits = dlogits * (1 - jnp.square(logits * (1 / (config.attn_logits_soft_cap * LOG2_E))))
-    query, dout = _stacked(refs.query, band, tile), _stacked(refs.dout, band, tile)
-    dquery: Any = None
-    parts = zip(
-        offsets,
-        blocks.split(band, weights.astype(dout.dtype), len(offsets), keys_axis=0),
-        blocks.split(band, dlogits.astype(query.dtype), len(offsets), keys_axis=0),
-        strict=True,
-    )
-    for offset, weights_part, dlogits_part in parts:
-        place = band.ring_rows(head, block, tile + offset)
-        dkey = blocks.matmul(dlogits_part, query, (1, 0))
-        dvalue = blocks.matmul(weights_part, dout, (1, 0))
-        for buffer, gradient in zip(refs.gradients.buffers, (dkey, dvalue), strict=True):
-            # Queries come in order: the first to see a tile of the chunk's own keys are those of its own rows.
-            buffer[place, :] = gradient if offset == 0 else buffer[place, :] + gradient
-        part = blocks.matmul(dlogits_part, refs.ring.buffers[0][place, :], (0, 0))
-        dquery = part if dquery is None else dquery + part
-    return dquery
-
-
-def _delta(refs: _Refs, band: Band, tile: int) -> Float[Array, "1 stacked"]:
-    """interface.RowCotangents' delta, to which dout · out is still missing where `out` is given."""
-    delta = _row(refs.delta, band, tile)
-    if refs.out is None:
-        return delta
-    products = _stacked(refs.dout, band, tile).astype(jnp.float32) * _stacked(refs.out, band, tile).astype(jnp.float32)
-    by_lane = functools.reduce(jnp.add, jnp.split(products, products.shape[1] // LANES, axis=1))
-    return delta + jnp.sum(by_lane.T, axis=0, keepdims=True)
-
-
-def _stacked(ref: Any, band: Band, tile: int) -> Array:
-    """[group, tile, dim] → [stacked, dim]."""
-    return ref[0, :, pl.ds(tile * band.tile, band.tile), :].reshape(band.stacked, -1)
-
-
-def _row(ref: Any, band: Band, tile: int) -> Array:
-    """A number for each stacked row, [1, stacked]."""
-    rows = pl.ds(tile * band.tile, band.tile)
-    return jnp.concatenate([ref[0, pl.ds(member, 1), rows] for member in range(band.group)], axis=1)
