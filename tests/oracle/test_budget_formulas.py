@@ -60,6 +60,19 @@ CASES = {
     "long sums": {"seq": 3, "window": (None, 0), "dims": (150, 130)},
     "huge logits": {"window": (2, 0), "scale": 1e6},
     "beyond the cap": {"window": (2, 0), "scale": 1e3, "attn_logits_soft_cap": 50.0},
+    "rows without keys": {
+        "window": (1, 0),
+        "segment_ids": np.array([[1, 1, 7, 2, 2]]),
+        "padding_segment_id": 7,
+    },
+    # Each product is a difference of equal terms: 0, with an error that is large beside the cap.
+    "cancelled beyond the cap": {
+        "window": (2, 0),
+        "scale": 1e9,
+        "attn_logits_soft_cap": 0.01,
+        "query": np.ones((1, 5, 4, 2)),
+        "key": np.stack([np.arange(1.0, 11.0), -np.arange(1.0, 11.0)], axis=-1).reshape(1, 5, 2, 2),
+    },
 }
 
 
