@@ -107,10 +107,37 @@ def test_a_target_that_claims_nothing_is_not_judged(judged: Judged) -> None:
     assert not CHECKS["collectives"].is_claimed(nothing), "the verdict says not claimed"
 
 
-def test_a_kernel_that_sends_by_itself_is_not_taken_for_one_that_sends_nothing() -> None:
-    outcome = _made_up(remote_copies=2)
-    assert (outcome.shares, outcome.findings) == ({}, ()), "nothing is known, so nothing conforms"
+def test_a_kernel_that_sends_by_itself_is_not_taken_for_one_that_sends_nothing(judged: Judged) -> None:
+    outcome = judged("copying:copies", _CASE, "collectives")
+    assert (outcome.shares, outcome.findings) == ({}, ()), "what it sends is not known, so nothing conforms"
     assert outcome.cannot_ask.startswith("kernels of its own send to other devices"), "and the verdict says why"
+
+
+@pytest.mark.parametrize(
+    ("adapter_name", "dtype", "expected"),
+    [
+        ("copies_and_gathers", "float32", {("forward", "uses all-gather"), ("backward", "uses reduce-scatter")}),
+        (
+            "copies",
+            "bfloat16",
+            {("backward", f"sums {tensor} across ranks in less than float32") for tensor in ("dkey", "dvalue")},
+        ),
+    ],
+)
+def test_what_is_sent_beside_a_kernel_that_sends_by_itself_is_judged(
+    judged: Judged, adapter_name: str, dtype: str, expected: set[tuple[str, str]]
+) -> None:
+    outcome = judged(f"copying:{adapter_name}", f"{_CASE} dtype={dtype}", "collectives")
+    assert _kinds(outcome) == expected, "seen all the same"
+    assert (outcome.shares, outcome.cannot_ask != "") == ({}, True), "and the rest is still not known"
+
+
+def test_an_interpreters_stand_in_for_a_copy_is_not_the_targets() -> None:
+    gather = _permute("primal/attention", 5) | {"kind": "all-gather", "pairs": [], "groups": [[0, 1, 2, 3]]}
+    named = gather | {"op_name": "jit(f)/shard_map/while/body/all_gather"}
+    assert _made_up(remote_copies=1, compiled=[named]).findings == (), "the traced program has none"
+    put_in = gather | {"op_name": "jit(f)/shard_map/dot_general"}
+    assert _kinds(_made_up(remote_copies=1, compiled=[put_in])) == {("forward", "uses all-gather")}, "the compiler's"
 
 
 def _made_up(precision: Mapping[str, bool] = MappingProxyType({}), **facts: Any) -> Outcome:

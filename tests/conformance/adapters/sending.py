@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 @dataclass(frozen=True)
 class Halo:
-    """`rows(problem)`: how many rows of the chunk before a rank asks for; `keys` may change what travels."""
+    """`rows(problem)`: how many rows of the chunk before a rank asks for; `fetched(rows, pairs)` brings them."""
 
     name: str = "halo by hand"
     communication: str = "halo"
@@ -29,6 +29,7 @@ class Halo:
     residual_names: tuple[str, ...] = ()
     rows: Callable[[Any], int] = lambda problem: problem.window[0]
     arrived: Callable[[Any, Any], Any] = lambda problem, rows: rows
+    fetched: Callable[[Any, Any], Any] = lambda rows, pairs: jax.lax.ppermute(rows, "context", pairs)
 
     def supports(self, problem: Any) -> str | None:
         """One hop back, in a contiguous layout."""
@@ -61,7 +62,7 @@ class Halo:
         def with_halo(own: Any) -> Any:
             if rows == 0 or ranks == 1:
                 return own
-            arrived = jax.lax.ppermute(own[:, own.shape[1] - rows :], "context", pairs)
+            arrived = self.fetched(own[:, own.shape[1] - rows :], pairs)
             return jnp.concatenate([self.arrived(problem, arrived), own], axis=1)
 
         keys, values = with_halo(key), with_halo(value)
