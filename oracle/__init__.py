@@ -4,7 +4,7 @@
 `layout` and `mask` where positions lie and who sees whom. Imports no JAX, and nothing of `impl` or `conformance`.
 """
 
-from oracle import banded, budget, layout, mask, outline, places, probe
+from oracle import banded, budget, layout, mask, outline, places, probe, sinks
 from oracle.arguments import AttentionOptions, Window
 from oracle.dense import AttentionGradients, AttentionResult, attention, attention_vjp
 
@@ -22,4 +22,5 @@ __all__ = [
     "outline",
     "places",
     "probe",
+    "sinks",
 ]

@@ -40,13 +40,14 @@ def block_terms(solved: SolvedBlock, numerics: Numerics) -> BlockTerms:
     dprobabilities = solved.gradients.dprobabilities
     delta = _delta_terms(solved.block, solved.forward, solved.dout, solved.dlse, dprobabilities, out.worst, numerics)
     dproducts = _dproducts_terms(solved, softmax, delta, numerics)
+    row = solved.dlse - (solved.dout * solved.forward.out).sum(axis=-1)
     return BlockTerms(
         out=out,
         lse=Terms(softmax.lse, Roundings(0.0, 0.0)),
         dquery=_dquery_terms(solved, dproducts, delta, numerics),
         dkey=_dkey_terms(solved, dproducts, delta, numerics),
         dvalue=_dvalue_terms(solved, softmax, numerics),
-        dsinks=_dsinks_terms(solved, softmax, delta, numerics),
+        dsinks=_dsinks_terms(solved.forward, row, softmax, delta, numerics),
     )
 
 
@@ -72,6 +73,21 @@ def key_terms(
     dproducts = _dproducts_terms(solved, softmax, delta, numerics)
     dkey, dvalue = _dkey_terms(solved, dproducts, delta, numerics), _dvalue_terms(solved, softmax, numerics)
     return solved.gradients, dkey, dvalue
+
+
+def sink_terms(
+    block: Block,
+    forward: BlockForward,
+    dout: Float64[np.ndarray, "group query value_dim"],
+    dlse: Float64[np.ndarray, "group query"],
+    numerics: Numerics,
+) -> tuple[Float64[np.ndarray, " group"], Terms]:
+    """dsinks of a block's own queries, and its terms; no gradient of a key or query is formed."""
+    softmax = softmax_errors(block, forward, numerics)
+    out_worst = _out_worst(block, forward, softmax, numerics)
+    delta = _delta_terms(block, forward, dout, dlse, dout @ block.value.T, out_worst, numerics)
+    row = dlse - (dout * forward.out).sum(axis=-1)
+    return (forward.sink_share * row).sum(axis=-1), _dsinks_terms(forward, row, softmax, delta, numerics)
 
 
 def _columns_of(arrays: Any, names: tuple[str, ...], columns: Int64[np.ndarray, " chosen"]) -> dict[str, np.ndarray]:
@@ -193,10 +209,15 @@ def _dvalue_terms(solved: SolvedBlock, softmax: SoftmaxErrors, numerics: Numeric
     return Terms(worst, Roundings.of(forward.probabilities, *roundoffs).transposed_matmul(dout))
 
 
-def _dsinks_terms(solved: SolvedBlock, softmax: SoftmaxErrors, delta: Terms, numerics: Numerics) -> Terms:
-    """dsinks = sum over queries of sink share * (dlse - delta)."""
-    _, dout, dlse, forward, _ = solved
-    row = np.abs(dlse - (dout * forward.out).sum(axis=-1))
-    errors = forward.sink_share * (row * (softmax.sink_share + numerics.sums(numerics.rows)) + delta.worst)
-    flushed = numerics.flush * (1.0 + row)
+def _dsinks_terms(
+    forward: BlockForward,
+    row: Float64[np.ndarray, "group query"],
+    softmax: SoftmaxErrors,
+    delta: Terms,
+    numerics: Numerics,
+) -> Terms:
+    """dsinks = sum over queries of sink share * row, where row is dlse - delta."""
+    size = np.abs(row)
+    errors = forward.sink_share * (size * (softmax.sink_share + numerics.sums(numerics.rows)) + delta.worst)
+    flushed = numerics.flush * (1.0 + size)
     return Terms((errors + flushed).sum(axis=-1), delta.roundings.times(forward.sink_share).sum(axis=-1))

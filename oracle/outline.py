@@ -1,7 +1,7 @@
 """A case without its long arrays, and the blocks that can be cut from it by reading a few rows.
 
 What the probe oracle works on: the caller's function makes rows on demand, so that no array of the whole sequence is
-ever formed (segment ids excepted). NumPy only. Tested in tests/oracle/test_probe.py.
+ever formed (segment ids excepted). NumPy only. Tested in tests/oracle/test_probe.py and test_sinks.py.
 """
 
 import dataclasses
@@ -80,34 +80,37 @@ class Reader:
         return visible_pairs(queries, keys, self.window, self.segment_ids[row], self.is_token[row])
 
     def read(self, tensor: str, row: int, positions: Positions, heads: slice) -> Float64[np.ndarray, "rows heads *dim"]:
-        """Rows as float64. Those of padding may hold anything and become zero: no place's answer depends on them."""
+        """Rows as float64. Those of padding may hold anything and become zero, as nothing depends on them, save dlse
+        where a sink makes lse depend on something."""
         array = np.asarray(self.rows(tensor, row, positions, heads)).astype(np.float64)
-        array[~self.is_token[row, positions]] = 0.0
+        if tensor != "dlse" or self.sinks is None:
+            array[~self.is_token[row, positions]] = 0.0
         return checked_finite(tensor, array)
 
-    def block(self, row: int, kv_head: int, queries: Positions, also: Positions) -> tuple[Block, Positions]:
-        """These queries with the keys that one of them sees, and the keys at `also`; and where those keys are."""
+    def block(self, row: int, heads: slice, queries: Positions, also: Positions) -> tuple[Block, Positions]:
+        """These queries of some heads that share a kv head, with the keys that one of them sees and the keys at `also`;
+        and where those keys are."""
         keys = np.union1d(self.seen_by(queries), also)
         visible = self.visible(row, queries, keys)
         is_wanted = visible.any(axis=0) | np.isin(keys, also)
         keys, visible = keys[is_wanted], visible[:, is_wanted]
-        heads, kv_heads = self.heads_of(kv_head), slice(kv_head, kv_head + 1)
+        kv_head = heads.start // self.group
+        kv_heads = slice(kv_head, kv_head + 1)
         block = Block(
             query=self.read("query", row, queries, heads).swapaxes(0, 1),
             key=self.read("key", row, keys, kv_heads)[:, 0],
             value=self.read("value", row, keys, kv_heads)[:, 0],
             visible=visible,
-            sinks=np.full(self.group, -np.inf) if self.sinks is None else self.sinks[heads],
+            sinks=np.full(heads.stop - heads.start, -np.inf) if self.sinks is None else self.sinks[heads],
             attn_logits_soft_cap=self.attn_logits_soft_cap,
             scale=self.scale,
         )
         return block, keys
 
     def cotangents(
-        self, row: int, kv_head: int, queries: Positions
+        self, row: int, heads: slice, queries: Positions
     ) -> tuple[Float64[np.ndarray, "group query value_dim"], Float64[np.ndarray, "group query"]]:
-        """dout and dlse of these queries."""
-        heads = self.heads_of(kv_head)
+        """dout and dlse of these queries of some heads."""
         return self.read("dout", row, queries, heads).swapaxes(0, 1), self.read("dlse", row, queries, heads).T
 
     def _run(self, positions: Positions, before: int | None, after: int | None) -> Positions:

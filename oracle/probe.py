@@ -38,7 +38,7 @@ class Probed(NamedTuple):
     """The right answer at a place, and how far it may be missed, by tensor.
 
     At a query: out [group, value_dim], lse [group] and dquery [group, head_dim]. At a key: dkey [head_dim] and dvalue
-    [value_dim]. dsinks cannot be probed: every query of the sequence adds to it.
+    [value_dim]. dsinks, to which every query of the sequence adds, is summed up in sinks.py.
     """
 
     place: Place
@@ -99,8 +99,9 @@ def _probe_queries(
     source: Reader, row: int, kv_head: int, positions: Positions, numerics: Numerics
 ) -> tuple[_ByTensor, _ByTensor]:
     """One block: these queries and what they see."""
-    block, _ = source.block(row, kv_head, positions, also=positions)
-    dout, dlse = source.cotangents(row, kv_head, positions)
+    heads = source.heads_of(kv_head)
+    block, _ = source.block(row, heads, positions, also=positions)
+    dout, dlse = source.cotangents(row, heads, positions)
     forward = forward_block(block)
     solved = SolvedBlock(block, dout, dlse, forward, vjp_block(block, forward, dout, dlse))
     terms = block_terms(solved, numerics)
@@ -114,12 +115,12 @@ def _probe_keys(
 ) -> tuple[_ByTensor, _ByTensor]:
     """A block for each run of readers, with all that those see: their rows must be whole for the keys' columns."""
     sums: dict[str, list[Any]] = {"dkey": [0.0] * 4, "dvalue": [0.0] * 4}  # gradient by head, worst, squares, sizes
-    readers = source.readers_of(row, positions)
+    readers, heads = source.readers_of(row, positions), source.heads_of(kv_head)
     run = max(16, READER_PAIRS // numerics.visible_keys)
     for start in range(0, len(readers), run):
         queries = readers[start : start + run]
-        block, keys = source.block(row, kv_head, queries, also=positions)
-        dout, dlse = source.cotangents(row, kv_head, queries)
+        block, keys = source.block(row, heads, queries, also=positions)
+        dout, dlse = source.cotangents(row, heads, queries)
         columns = np.searchsorted(keys, positions)
         gradients, *terms = key_terms(block, forward_block(block), dout, dlse, columns, numerics)
         for (name, total), term in zip(sums.items(), terms, strict=True):
