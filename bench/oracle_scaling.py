@@ -2,12 +2,14 @@
 
     python bench/oracle_scaling.py            forward, VJP and allowances of dense, banded and jax.nn (float64)
     python bench/oracle_scaling.py --million  the probe of S = 1,048,576, W = 1024, 8 kv heads, head_dim 128
+    python bench/oracle_scaling.py --sinks    dsinks of one of its heads, W = 128: 2^27 pairs, all that are affordable
 
 Each line is measured in a process of its own, so that its peak memory is its own: the largest resident set, less what
 the process held before the arrays were made. Time is of the wall clock, with the processor time beside it.
 """
 
 import argparse
+import dataclasses
 import multiprocessing
 import resource
 import time
@@ -29,7 +31,13 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--million", action="store_true", help="the probe of a million tokens instead")
-    if parser.parse_args().million:
+    parser.add_argument("--sinks", action="store_true", help="dsinks of one head of a million tokens instead")
+    arguments = parser.parse_args()
+    if arguments.sinks:
+        for dtype in ("float32", "bfloat16"):
+            report(f"dsinks of one head, {dtype}", 2**20, sinks_of_a_million, dtype)
+        return
+    if arguments.million:
         for dtype in ("float32", "bfloat16"):
             report(f"probe, default places, {dtype}", 2**20, probe_million, dtype)
         return
@@ -108,6 +116,15 @@ def probe_million(dtype: str) -> str:
     for place, _, _ in oracle.probe.probe(random_rows, MILLION, places, precision=Precision(dtype)):
         kinds[place.side] += 1
     return f"{kinds['query']} query places, {kinds['key']} key places"
+
+
+def sinks_of_a_million(dtype: str) -> str:
+    """The sum over every query of a head, and its allowance."""
+    outline = dataclasses.replace(MILLION, window=(127, 0), sinks=np.zeros(MILLION.num_query_heads))
+    queries, precision = oracle.sinks.every_query(outline), Precision(dtype)
+    sums = oracle.sinks.sink_sums(random_rows, outline, 5, queries, precision=precision)
+    expected, allowed = oracle.sinks.dsink_with_allowance(sums, outline, precision=precision)
+    return f"{expected:.6g}, allowance {allowed:.2g}"
 
 
 def random_rows(tensor: str, batch_row: int, positions: np.ndarray, heads: slice) -> np.ndarray:

@@ -18,9 +18,11 @@ from conformance.empty_rows import empty_rows, without_empty_row_cotangents
 from conformance.inputs import STRUCTURED, Inputs, inputs_of, redraw, rows_of
 from conformance.probed_answers import PROBE_BEYOND_PAIRS, IsHere, probed_answer, visible_pairs
 from conformance.problem import Case, Problem
+from conformance.sink_answers import affordable_heads, sink_answer, sink_sums_of, why_withheld
 from conformance.target import TargetDescription
 from conformance.variants import variant_inputs
 from oracle.budget import Precision
+from oracle.sinks import SinkSums
 
 CASES_CACHED = 4
 """Targets that are no more cases apart than this share the answers: two draws and two calls a case."""
@@ -31,14 +33,15 @@ class Answer:
     """By tensor name (out, lse, dquery, …), in position order: the reference and the allowance, float64 arrays.
 
     `compared` holds, for the tensors that are not compared everywhere, where they are. A case too large to be answered
-    everywhere has `places` [n, 3] (batch row, position, head): a row of the reference is then one of these, not a
-    position, and dsinks is missing.
+    everywhere has `places` [n, 3] (batch row, position, head; of dsinks [n, 1], head): a row of the reference is then
+    one of these, not a position. `withheld` says of a tensor that is owed, and of which nothing is known, why.
     """
 
     reference: Mapping[str, np.ndarray]
     allowance: Mapping[str, np.ndarray]
     compared: Mapping[str, np.ndarray]
     places: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
+    withheld: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 def answer_for(target: TargetDescription, case: Case, draw: int, call: str) -> Answer:
@@ -82,7 +85,8 @@ def _answer_to_variant(case: Case, variant: str, defines_empty_rows: bool, preci
 @lru_cache(maxsize=4 * (CASES_CACHED + 1))
 def _answer(case: Case, with_lse: bool, defines_empty_rows: bool, precision: Precision) -> Answer:
     if visible_pairs(case) > PROBE_BEYOND_PAIRS:
-        return answer_at_places(case, with_lse, defines_empty_rows, precision)
+        at_places = answer_at_places(case, with_lse, defines_empty_rows, precision)
+        return _with_sinks(at_places, case, with_lse, defines_empty_rows, precision)
     return _whole(case, with_lse, defines_empty_rows, precision)
 
 
@@ -91,9 +95,9 @@ def answer_at_places(
 ) -> Answer:
     """The answer where faults live, for a case that is too large to be answered everywhere or held by many hosts.
 
-    With `is_here` only where somebody holds the row.
+    With `is_here` only where somebody holds the row. dsinks is not in it: no place has it.
     """
-    probed = probed_answer(case, with_lse, precision, is_here)
+    probed = probed_answer(case, with_lse, defines_empty_rows, precision, is_here)
     compared: dict[str, np.ndarray] = {}
     if not defines_empty_rows and case.problem.padding is not None:
         for name in probed.reference.keys() & {"out", "lse"}:
@@ -102,6 +106,41 @@ def answer_at_places(
             shape = probed.reference[name].shape
             compared[name] = np.broadcast_to(is_token.reshape(-1, *(1,) * (len(shape) - 1)), shape)
     return _usable(Answer(probed.reference, probed.allowance, compared, probed.places))
+
+
+def _with_sinks(answer: Answer, case: Case, with_lse: bool, defines_empty_rows: bool, precision: Precision) -> Answer:
+    """The answer at places with dsinks of the heads that can be afforded."""
+    if not case.problem.sinks:
+        return answer
+    problem = case.problem
+    everything = [(row, np.arange(problem.seq_len)) for row in range(problem.batch)]
+    sums = {
+        head: sink_sums_of(
+            case,
+            head,
+            everything,
+            with_lse=with_lse,
+            defines_empty_rows=defines_empty_rows,
+            precision=precision,
+        )
+        for head in affordable_heads(case)
+    }
+    return with_sink_sums(answer, case, sums, precision)
+
+
+def with_sink_sums(answer: Answer, case: Case, sums: Mapping[int, SinkSums], precision: Precision) -> Answer:
+    """The answer with dsinks of some heads, from each one's sums over every query."""
+    if not sums:
+        return dataclasses.replace(answer, withheld={**answer.withheld, "dsinks": why_withheld(case)})
+    found = np.array([sink_answer(case, of_head, precision) for of_head in sums.values()])
+    sinks = Answer(
+        {**answer.reference, "dsinks": found[:, 0]},
+        {**answer.allowance, "dsinks": found[:, 1]},
+        answer.compared,
+        {**answer.places, "dsinks": np.array(list(sums))[:, None]},
+        answer.withheld,
+    )
+    return _usable(sinks)
 
 
 def _whole(case: Case, with_lse: bool, defines_empty_rows: bool, precision: Precision) -> Answer:

@@ -62,7 +62,9 @@ class Evidence:
         return ordered
 
     def at_places(self, name: str, places: np.ndarray) -> np.ndarray:
-        """The rows of an output at `places` [n, 3]: batch row, position, head."""
+        """The rows of an output at `places` [n, 3]: batch row, position, head; of dsinks at [n, 1], the head."""
+        if places.shape[1] == 1:
+            return self.arrays[name][places[:, 0]]
         index_of = np.argsort(self.case.problem.positions())
         batch_rows, positions, heads = places.T
         return self.arrays[name][batch_rows, index_of[positions], heads]

@@ -66,9 +66,14 @@ def inputs_of(case: Case) -> Inputs:
 
 
 def rows_of(
-    case: Case, tensor: str, batch_rows: Sequence[int] | np.ndarray, positions: Sequence[int] | np.ndarray
+    case: Case,
+    tensor: str,
+    batch_rows: Sequence[int] | np.ndarray,
+    positions: Sequence[int] | np.ndarray,
+    heads: slice = slice(None),
 ) -> Shaped[np.ndarray, "batch_rows positions ..."]:
-    """The same values as `inputs_of`, for some batch rows and positions only: what one shard of a million tokens needs.
+    """The same values as `inputs_of`, for some batch rows, positions and heads only: what one shard of a million tokens
+    needs. Segment ids have no heads.
 
     Raises:
         ValueError: `tensor` is none of ROW_TENSORS, or segment_ids of a problem without segments; a row or position is
@@ -85,7 +90,7 @@ def rows_of(
         return _read_only(segment_id_rows(case, rows, columns))
     if tensor == "value" and problem.shared_kv:
         tensor = "key"
-    values = draw_rows(case, tensor, rows, columns)
+    values = draw_rows(case, tensor, rows, columns, heads)
     return _read_only(round_to(values, "float32" if tensor == "dlse" else problem.dtype))
 
 

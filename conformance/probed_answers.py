@@ -17,7 +17,7 @@ from conformance.inputs import STRUCTURED, rows_of
 from conformance.problem import Case, Problem
 from conformance.value_kinds import draw_sinks
 from oracle.budget import Precision
-from oracle.outline import Outline
+from oracle.outline import Outline, Rows
 from oracle.places import default_places
 from oracle.probe import Place, Probed, probe
 
@@ -47,40 +47,56 @@ IsHere = Callable[[str, int, int, int], bool]
 """(tensor, batch row, position, head): whether somebody holds the row, and so wants to know."""
 
 
-def probed_answer(case: Case, with_lse: bool, precision: Precision, is_here: IsHere | None = None) -> ProbedAnswer:
-    """The answer at `oracle.places.default_places`; dsinks, to which every query adds, is not in it.
+def probed_answer(
+    case: Case, with_lse: bool, defines_empty_rows: bool, precision: Precision, is_here: IsHere | None = None
+) -> ProbedAnswer:
+    """The answer at `oracle.places.default_places`; dsinks, to which every query adds, is in sink_answers.py.
 
     With `is_here` only at those places whose row somebody holds.
     """
+    problem, outline = case.problem, outline_of(case)
+    places = default_places(outline, chunk=problem.chunk_len, seed=case.seed)
+    if is_here is not None:
+        places = [place for place in places if _is_held(place, problem, is_here)]
+    is_structured = case.values in STRUCTURED
+    rows = row_reader(case, with_lse, defines_empty_rows)
+    probed = probe(rows, outline, places, precision=precision, structured_values=is_structured)
+    return _by_tensor(case, list(probed))
+
+
+def outline_of(case: Case) -> Outline:
+    """A case as the oracle's probe wants it."""
     problem = case.problem
-    every_position = np.arange(problem.seq_len)
-    outline = Outline(
+    batch_rows, positions = np.arange(problem.batch), np.arange(problem.seq_len)
+    return Outline(
         batch=problem.batch,
         seq_len=problem.seq_len,
         num_query_heads=problem.num_query_heads,
         num_kv_heads=problem.num_kv_heads,
         head_dim=problem.head_dim,
         window=problem.window,
-        segment_ids=rows_of(case, "segment_ids", np.arange(problem.batch), every_position)
-        if problem.segments
-        else None,
+        segment_ids=rows_of(case, "segment_ids", batch_rows, positions) if problem.segments else None,
         padding_segment_id=problem.padding,
         attn_logits_soft_cap=problem.attn_logits_soft_cap,
         sinks=draw_sinks(case).astype(np.float32) if problem.sinks else None,
         scale=problem.scale,
     )
 
+
+def row_reader(case: Case, with_lse: bool, defines_empty_rows: bool) -> Rows:
+    """Rows of the arrays of a call; the cotangents of rows without keys are zero for a target that leaves those
+    undefined (of dout the oracle reads none there)."""
+
     def rows(tensor: str, batch_row: int, positions: np.ndarray, heads: slice) -> np.ndarray:
         if tensor == "dlse" and not with_lse:
-            return np.zeros((len(positions), len(range(*heads.indices(problem.num_query_heads)))))
-        return rows_of(case, tensor, [batch_row], positions)[0][:, heads]
+            return np.zeros((len(positions), heads.stop - heads.start))
+        found = rows_of(case, tensor, [batch_row], positions, heads)[0]
+        if tensor != "dlse" or defines_empty_rows or case.problem.padding is None:
+            return found
+        is_token = rows_of(case, "segment_ids", [batch_row], positions)[0] != case.problem.padding
+        return np.where(is_token[:, None], found, 0.0)
 
-    places = default_places(outline, chunk=problem.chunk_len, seed=case.seed)
-    if is_here is not None:
-        places = [place for place in places if _is_held(place, problem, is_here)]
-    is_structured = case.values in STRUCTURED
-    probed = probe(rows, outline, places, precision=precision, structured_values=is_structured)
-    return _by_tensor(case, list(probed))
+    return rows
 
 
 def _is_held(place: Place, problem: Problem, is_here: IsHere) -> bool:

@@ -44,6 +44,7 @@ class CaseResult:
 
     `known` are issues that are known of the target and that the case showed; they are not among the findings.
     `no_question` and `cannot_ask`: the reasons of checks that had nothing to ask, or could not, by the check's name.
+    `withheld`: why the oracle has no answer, by (check, tensor).
     """
 
     case: Case
@@ -56,6 +57,7 @@ class CaseResult:
     known: tuple[KnownIssue, ...] = ()
     no_question: Mapping[str, str] = field(default_factory=dict)
     cannot_ask: Mapping[str, str] = field(default_factory=dict)
+    withheld: Mapping[tuple[str, str], str] = field(default_factory=dict)
 
 
 class Session:
@@ -208,17 +210,19 @@ class Session:
         figures: dict[str, float] = {}
         no_question: dict[str, str] = {}
         cannot_ask: dict[str, str] = {}
+        withheld: dict[tuple[str, str], str] = {}
         for name in self._asked(case):
             outcome = CHECKS[name].run(evidence)
             no_question |= {name: outcome.no_question} if outcome.no_question else {}
             cannot_ask |= {name: outcome.cannot_ask} if outcome.cannot_ask else {}
+            withheld |= {(name, tensor): why for tensor, why in outcome.withheld.items()}
             shares |= {(name, tensor): share for tensor, share in outcome.shares.items()}
             findings.extend(outcome.findings)
             details.extend(outcome.details)
             figures |= outcome.figures
         status = FINDING if findings else CONFORMS
         result = CaseResult(case, status, tuple(findings), shares, details=tuple(details), figures=figures)
-        return dataclasses.replace(result, no_question=no_question, cannot_ask=cannot_ask)
+        return dataclasses.replace(result, no_question=no_question, cannot_ask=cannot_ask, withheld=withheld)
 
     def _without_known(self, result: CaseResult) -> CaseResult:
         known = tuple(issue for issue in self.known_issues if any(map(issue.explains, result.findings)))

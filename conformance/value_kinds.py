@@ -32,6 +32,7 @@ STREAMS = {
     "code_signs": 13,
     "poison": 14,
     "changed": 15,
+    "sink_heads": 16,
 }
 
 # Kinds whose values depend on the position, as the probabilities do: their rounding errors need not be independent of
@@ -63,11 +64,17 @@ Rows = Float64[np.ndarray, "batch_rows positions heads features"]
 
 
 def draw_rows(
-    case: Case, tensor: str, batch_rows: Int64[np.ndarray, " batch_rows"], positions: Int64[np.ndarray, " positions"]
+    case: Case,
+    tensor: str,
+    batch_rows: Int64[np.ndarray, " batch_rows"],
+    positions: Int64[np.ndarray, " positions"],
+    heads: slice,
 ) -> Float64[np.ndarray, "batch_rows positions heads ..."]:
     """Rows of query, key, value, dout or dlse (which has no feature axis) before they are rounded to their dtype."""
     make = {"query": _query, "key": _key, "value": _value, "dout": _dout, "dlse": _dlse}[tensor]
-    return make(case, batch_rows[:, None, None], positions[None, :, None])
+    problem = case.problem
+    count = problem.num_kv_heads if tensor in ("key", "value") else problem.num_query_heads
+    return make(case, batch_rows[:, None, None], positions[None, :, None], np.arange(count)[heads])
 
 
 def draw_sinks(case: Case) -> Float64[np.ndarray, " num_query_heads"]:
@@ -96,9 +103,8 @@ def logit_std(case: Case) -> float:
     return std if cap is None or std < 1.0 else min(0.75 * cap, std + 4.0)
 
 
-def _query(case: Case, batch_rows: np.ndarray, positions: np.ndarray) -> Rows:
+def _query(case: Case, batch_rows: np.ndarray, positions: np.ndarray, heads: np.ndarray) -> Rows:
     problem = case.problem
-    heads = np.arange(problem.num_query_heads)
     values = _standard(case, "query", (heads, positions, batch_rows), problem.head_dim)
     # scale · |query| · sqrt(head_dim) is the logits' standard deviation for keys of standard deviation 1.
     amplitude = logit_std(case)
@@ -110,21 +116,18 @@ def _query(case: Case, batch_rows: np.ndarray, positions: np.ndarray) -> Rows:
     return amplitude * values
 
 
-def _key(case: Case, batch_rows: np.ndarray, positions: np.ndarray) -> Rows:
+def _key(case: Case, batch_rows: np.ndarray, positions: np.ndarray, heads: np.ndarray) -> Rows:
     problem = case.problem
-    heads = np.arange(problem.num_kv_heads)
     values = _standard(case, "key", (heads, positions, batch_rows), problem.head_dim)
     if case.values != "needle":
         return values
     # Queries lean on the direction with 2 / sqrt(5) of their amplitude, so this length makes the logit NEEDLE_LOGIT.
     length = NEEDLE_LOGIT[problem.dtype] / logit_std(case) * math.sqrt(5.0) / 2.0 / math.sqrt(problem.head_dim)
-    needles = length * _needle_direction(case) + values / 2.0
+    needles = length * _needle_direction(case)[heads] + values / 2.0
     return np.where(_is_needle(case, heads, positions, batch_rows)[..., None], needles, values)
 
 
-def _value(case: Case, batch_rows: np.ndarray, positions: np.ndarray) -> Rows:
-    problem = case.problem
-    heads = np.arange(problem.num_kv_heads)
+def _value(case: Case, batch_rows: np.ndarray, positions: np.ndarray, heads: np.ndarray) -> Rows:
     if case.values == "rank_coded":
         # Every head and batch row at its own magnitude, all of them exact in bfloat16.
         magnitude = 1.0 + (heads % 4) / 4.0 + (batch_rows % 2) / 8.0
@@ -132,14 +135,14 @@ def _value(case: Case, batch_rows: np.ndarray, positions: np.ndarray) -> Rows:
     return _cotangent_or_value(case, "value", heads, (batch_rows, positions))
 
 
-def _dout(case: Case, batch_rows: np.ndarray, positions: np.ndarray) -> Rows:
-    heads = np.arange(case.problem.num_query_heads)
+def _dout(case: Case, batch_rows: np.ndarray, positions: np.ndarray, heads: np.ndarray) -> Rows:
     return _cotangent_or_value(case, "dout", heads, (batch_rows, positions))
 
 
-def _dlse(case: Case, batch_rows: np.ndarray, positions: np.ndarray) -> Float64[np.ndarray, "rows positions heads"]:
+def _dlse(
+    case: Case, batch_rows: np.ndarray, positions: np.ndarray, heads: np.ndarray
+) -> Float64[np.ndarray, "rows positions heads"]:
     # dlse stands beside dout · value in the gradient of the logits: at another magnitude one of them would not be seen.
-    heads = np.arange(case.problem.num_query_heads)
     amplitude = _AMPLITUDE.get(case.values, 1.0)
     amplitude = amplitude if case.problem.shared_kv else amplitude * amplitude
     return amplitude * _standard(case, "dlse", (heads, positions, batch_rows), 1)[..., 0]

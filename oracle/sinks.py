@@ -84,8 +84,9 @@ def dsink_with_allowance(
     sums: SinkSums, outline: Outline, *, precision: Precision, structured_values: bool = False
 ) -> tuple[float, float]:
     """The right answer for one head, and how far it may be missed, from its sums over every query of the case."""
-    terms = Terms(np.float64(sums.worst), Roundings(np.float64(sums.squares), np.float64(sums.sizes)))
-    allowed = allowance("dsinks", np.float64(sums.dsink), terms, _numerics(outline, precision, structured_values))
+    dsink, worst, squares, sizes = np.array(sums)[:, None]
+    terms = Terms(worst, Roundings(squares, sizes))
+    (allowed,) = allowance("dsinks", dsink, terms, _numerics(outline, precision, structured_values))
     return sums.dsink, float(allowed)
 
 

@@ -53,7 +53,11 @@ def check_tensors(check: str, tensors: tuple[str, ...], evidence: Evidence) -> O
     shares: dict[str, float] = {}
     findings: list[Finding] = []
     details: list[Detail] = []
+    withheld: dict[str, str] = {}
     for tensor in tensors:
+        for draw, call, _ in evidence.sources_of(tensor):
+            if why := evidence.answer(draw, call).withheld.get(tensor):
+                withheld[tensor] = why
         sources = [
             _source(evidence, draw, call, name, tensor)
             for draw, call, name in evidence.sources_of(tensor)
@@ -65,7 +69,7 @@ def check_tensors(check: str, tensors: tuple[str, ...], evidence: Evidence) -> O
         if any(not source.comparison.passes for source in sources):
             findings.append(_finding(check, tensor, evidence, sources))
         details += [_detail(tensor, source) for source in sources]
-    return Outcome(shares, tuple(findings), tuple(details))
+    return Outcome(shares, tuple(findings), tuple(details), withheld=withheld)
 
 
 def compare(got: np.ndarray, reference: np.ndarray, allowance: np.ndarray, compared: np.ndarray | None) -> Comparison:
@@ -114,12 +118,14 @@ def _source(evidence: Evidence, draw: int, call: str, name: str, tensor: str) ->
         return _Source(draw, call, of_vjp, found, _by_rank(evidence, found.shares.swapaxes(0, 1), positions))
     places = answer.places[tensor]
     found = compare(evidence.at_places(name, places), *right)
+    if tensor == "dsinks":
+        return _Source(draw, call, of_vjp, of_the_whole(found, places), ())
     by_rank = _by_rank(evidence, found.shares, places[:, 1])
     return _Source(draw, call, of_vjp, of_the_whole(found, places), by_rank)
 
 
 def of_the_whole(found: Comparison, places: np.ndarray) -> Comparison:
-    """A comparison at `places` [n, 3], with the index that its worst element has in the whole array."""
+    """A comparison at `places` [n, …], with the index that its worst element has in the whole array."""
     row, *feature = found.index
     return dataclasses.replace(found, index=(*(int(i) for i in places[row]), *feature))
 

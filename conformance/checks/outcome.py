@@ -37,7 +37,8 @@ class Outcome:
 
     A tensor without numbers (the contract's) has share 0 when it holds. What is not in `shares` was not tried.
     `figures` are numbers to report that no verdict depends on, by what they say. `no_question`: why there was
-    nothing to ask of this target; `cannot_ask`: why there was, and it could not be tried.
+    nothing to ask of this target; `cannot_ask`: why there was, and it could not be tried; `withheld`: by tensor, why
+    the oracle has no answer to hold it to.
     """
 
     shares: Mapping[str, float] = field(default_factory=dict)
@@ -46,6 +47,7 @@ class Outcome:
     figures: Mapping[str, float] = field(default_factory=dict)
     no_question: str = ""
     cannot_ask: str = ""
+    withheld: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """The process of one host: `python -m conformance.hosts.host JOB PROCESS_ID` runs the job's cases with all others.
 
-Every process holds its shards against the oracle at the places where faults live, and writes a line of JSON a case.
+Every process holds its shards against the oracle at the places where faults live, sums up its queries' share of dsinks,
+and writes a line of JSON a case.
 May touch: JAX, the target, the oracle's probe. Tests: tests/conformance/test_hosts_launch.py.
 """
 
@@ -24,7 +25,8 @@ from conformance.checks import CHECKS
 from conformance.checks.outcome import Outcome
 from conformance.evidence import Evidence
 from conformance.execution import compiled_program, misplacement, what_was_raised
-from conformance.hosts.shards import HeldRows, not_finite_here, placed_shards
+from conformance.hosts.shards import HeldRows, heads_here, not_finite_here, placed_shards, queries_here
+from conformance.hosts.sinks import told_here
 from conformance.inputs import NUM_DRAWS, redraw
 from conformance.mesh import mesh_of
 from conformance.problem import Case
@@ -74,10 +76,10 @@ def _result(target: Target, case: Case, report: Callable[[str], None]) -> dict[s
         return {"declined": reason}
     setting = Setting(target, problem, mesh_of(problem, jax.devices()), calls_of(target.description, case))
     message: dict[str, Any] = {}
-    arrays: dict[str, Any] = {}
+    ran = _Ran()
     try:
         with jax.default_matmul_precision(problem.precision):
-            message, arrays = _run(setting, case, report)
+            message = _run(setting, case, ran, report)
     except Declined as error:
         return {"declined": str(error)}
     except ContractBroken as error:
@@ -85,22 +87,36 @@ def _result(target: Target, case: Case, report: Callable[[str], None]) -> dict[s
     except Exception as error:  # noqa: BLE001  # whatever foreign code raises is a finding, not a failure of ours
         message = what_was_raised(error, "forward")
     report("judging")
-    outcomes = _judged(Evidence(target.description, case, message, arrays, answers=_Answers(target, case, arrays)))
-    return {
+    answers = _Answers(target, case, ran.arrays)
+    outcomes = _judged(Evidence(target.description, case, message, ran.arrays, answers=answers))
+    told = {
         "shares": [[check, tensor, share] for check, of in outcomes.items() for tensor, share in of.shares.items()],
         "findings": [dataclasses.asdict(finding) for of in outcomes.values() for finding in of.findings],
     }
+    if problem.sinks and not outcomes["contract"].findings:
+        report("summing up dsinks")
+        told["sinks"] = told_here(target.description, case, jax.process_count(), ran.dsinks, ran.queries)
+    return told
 
 
-def _run(setting: Setting, case: Case, report: Callable[[str], None]) -> tuple[dict[str, Any], dict[str, Any]]:
+@dataclasses.dataclass
+class _Ran:
+    """What is here of what a case left: rows of outputs, dsinks by head, and which queries are this process's."""
+
+    arrays: dict[str, Any] = dataclasses.field(default_factory=dict)
+    dsinks: dict[str, dict[int, float]] = dataclasses.field(default_factory=dict)
+    queries: dict[int, list[tuple[int, np.ndarray]]] = dataclasses.field(default_factory=dict)
+
+
+def _run(setting: Setting, case: Case, ran: _Ran, report: Callable[[str], None]) -> dict[str, Any]:
     undefined = setting.target.description.empty_rows == "undefined"
-    arrays: dict[str, Any] = {}
     misplaced: dict[str, str] = {}
     not_finite: dict[str, str] = {}
     program = None
     for draw in range(NUM_DRAWS):
         report(f"making draw {draw}")
         placed = placed_shards(redraw(case, draw), setting.mesh, zero_at_empty_rows=undefined)
+        ran.queries = queries_here(placed["query"], case.problem)
         program = program or compiled_program(setting, forward_and_gradients, placed)
         report(f"running draw {draw}")
         for name, array in jax.block_until_ready(program.compiled(placed)).items():
@@ -111,8 +127,10 @@ def _run(setting: Setting, case: Case, report: Callable[[str], None]) -> tuple[d
             elif not has_undefined_rows and (what := not_finite_here(tensor, array)):
                 not_finite[name] = what
             if array.ndim >= 3:
-                arrays[f"{draw}/{name}"] = HeldRows(array)
-    return {"misplaced": misplaced, "diverged": {}, "not_finite": not_finite}, arrays
+                ran.arrays[f"{draw}/{name}"] = HeldRows(array)
+            elif tensor.endswith("dsinks"):
+                ran.dsinks[f"{draw}/{name}"] = heads_here(array)
+    return {"misplaced": misplaced, "diverged": {}, "not_finite": not_finite}
 
 
 def _judged(evidence: Evidence) -> dict[str, Outcome]:

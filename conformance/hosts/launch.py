@@ -28,6 +28,7 @@ from conformance.checks.contract import lost
 from conformance.devices import Devices, worker_environment
 from conformance.finding import Finding
 from conformance.hosts.place import Place
+from conformance.hosts.sinks import judged
 from conformance.problem import Case
 from conformance.process import WorkerLost
 from conformance.runner import Plan, Run, TargetRun
@@ -233,7 +234,10 @@ def _merged(spec: str, cases: Sequence[Case], hosts: _Hosts, gone: tuple[int, Wo
     description = TargetDescription(**described)
     answers = [[one for one in said if "findings" in one or "declined" in one] for said in messages]
     done = min(map(len, answers))
-    results = [_result(case, [host[at] for host in answers]) for at, case in enumerate(cases[:done])]
+    results = []
+    for at, case in enumerate(cases[:done]):
+        of_hosts = [host[at] for host in answers]
+        results.append(_result(case, [*of_hosts, *judged(description, case, of_hosts)]))
     if gone is not None and done < len(cases):
         case = cases[done]
         finding = dataclasses.replace(lost(description.name, format_case(case), gone[1]), rank=None)
@@ -251,7 +255,9 @@ def _result(case: Case, answers: Sequence[Mapping[str, Any]]) -> CaseResult:
     answers = [answer for answer in answers if "declined" not in answer]
     shares: dict[tuple[str, str], float] = {}
     findings: dict[str, Finding] = {}
+    withheld: dict[tuple[str, str], str] = {}
     for answer in answers:
+        withheld |= {(check, tensor): why for check, tensor, why in answer.get("withheld", ())}
         for check, tensor, share in answer["shares"]:
             shares[check, tensor] = max(share, shares.get((check, tensor), 0.0))
         for fields in answer["findings"]:
@@ -262,7 +268,7 @@ def _result(case: Case, answers: Sequence[Mapping[str, Any]]) -> CaseResult:
     # What some hosts decline and others answer is never waved through: nobody has looked at all of it.
     status = FINDING if findings else INCONCLUSIVE if reasons else CONFORMS
     reason = f"some hosts decline it: {reasons[0]}" if reasons else ""
-    return CaseResult(case, status, tuple(findings.values()), shares, reason)
+    return CaseResult(case, status, tuple(findings.values()), shares, reason, withheld=withheld)
 
 
 def _ended(code: int) -> str:

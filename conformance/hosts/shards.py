@@ -5,6 +5,7 @@ May touch: JAX arrays and the rows of inputs. Tests: tests/conformance/test_host
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ import numpy as np
 
 from conformance.inputs import rows_of
 from conformance.mesh import shardings_of
-from conformance.problem import Case
+from conformance.problem import Case, Problem
 from conformance.value_kinds import draw_sinks
 
 Index = tuple[slice, ...]
@@ -57,7 +58,9 @@ def _part(case: Case, name: str, index: Index, shape: tuple[int, ...], zero_at_e
         return draw_sinks(case).astype(np.float32)[index[0]]
     batch_rows = np.arange(shape[0])[index[0]]
     positions = case.problem.positions()[index[1]]
-    rows = rows_of(case, name, batch_rows, positions)[(slice(None), slice(None), *index[2:])]
+    heads = index[2] if len(index) > 2 else slice(None)
+    rows = rows_of(case, name, batch_rows, positions, heads)
+    rows = rows[(slice(None), slice(None), slice(None), *index[3:])[: len(index)]]
     if zero_at_empty_rows and name in ("dout", "dlse") and case.problem.padding is not None:
         is_token = rows_of(case, "segment_ids", batch_rows, positions) != case.problem.padding
         rows = np.where(is_token.reshape(*is_token.shape, *(1,) * (rows.ndim - 2)), rows, np.zeros((), rows.dtype))
@@ -92,6 +95,30 @@ class HeldRows:
             if all(i in span for i, span in zip(place, spans, strict=False)):
                 return data[tuple(i - span.start for i, span in zip(place, spans, strict=False))]
         raise KeyError(f"this process holds no row {place}")
+
+
+def queries_here(query: jax.Array, problem: Problem) -> dict[int, list[tuple[int, np.ndarray]]]:
+    """By query head: (batch row, ascending positions) of the rows of the query that this process holds.
+
+    Of the copies of a row one counts, wherever it is: over all processes every query is there once.
+    """
+    here: dict[int, list[tuple[int, np.ndarray]]] = defaultdict(list)
+    for shard in query.addressable_shards:
+        if shard.replica_id == 0:
+            rows, indices, heads = (range(n)[part] for n, part in zip(query.shape[:3], shard.index[:3], strict=True))
+            positions = np.sort(problem.positions()[indices.start : indices.stop])
+            for head in heads:
+                here[head] += [(row, positions) for row in rows]
+    return here
+
+
+def heads_here(dsinks: jax.Array) -> dict[int, float]:
+    """What this process holds of dsinks, by head. (That copies are equal is asked where one process has them all.)"""
+    held = {}
+    for shard in dsinks.addressable_shards:
+        heads = range(dsinks.shape[0])[shard.index[0]]
+        held |= {head: float(of_head) for head, of_head in zip(heads, np.asarray(shard.data), strict=True)}
+    return held
 
 
 def not_finite_here(tensor: str, array: jax.Array) -> str | None:

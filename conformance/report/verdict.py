@@ -134,8 +134,6 @@ def _doubts(target: TargetRun, run: Run, counts: dict[str, int], cells: tuple[Ce
     if run.plan.compiled and all(result.status == DECLINED for result in target.compiled):
         doubts.append(f"{aot.NAME} was asked for, and nothing was compiled")
     owed = (cell for cell in cells if not cell.cases and _is_owed(target, cell))
-    if run.plan.num_hosts is not None:
-        owed = (cell for cell in owed if cell.tensor != "dsinks")  # a limit, said below: every host adds to it
     return doubts + [f"{cell.check} of {cell.tensor} was never tried" for cell in owed]
 
 
@@ -152,8 +150,10 @@ def _limits(target: TargetRun, run: Run, counts: dict[str, int]) -> list[str]:
         limits.append(
             f"known, on {cases} cases: {issue.check} of {issue.tensor} {issue.signature}: {issue.note}{where}"
         )
-    if run.plan.num_hosts is not None and any(problem.sinks for problem in taken):
-        limits.append("dsinks is not compared where every host judges its own shards")
+    withheld = {cell: why for result in target.all_results for cell, why in result.withheld.items()}
+    for (check, tensor), why in withheld.items():
+        times = sum((check, tensor) in result.withheld for result in target.all_results)
+        limits.append(f"{check} of {tensor} (not compared in {times} of {len(target.all_results)} cases): {why}")
     not_asked = {check: why for result in target.all_results for check, why in result.cannot_ask.items()}
     shown_by = {check for result in target.all_results for check, _ in result.shares} | not_asked.keys()
     silent = {check: why for result in target.all_results for check, why in result.no_question.items()}

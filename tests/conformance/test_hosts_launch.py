@@ -17,6 +17,7 @@ from conformance.target import TargetError
 
 _HALO = "conformance.targets.bundled:halo"
 _CONTEXT = parse_case("v=1 seq_len=64 num_query_heads=2 sliding_window_size=9 context_parallelism=8")
+_SINKS = _CONTEXT.replace(num_query_heads=4, num_kv_heads=2, sinks=True, tensor_parallelism=2, context_parallelism=4)
 _BATCHES = parse_case(
     "v=1 batch=2 seq_len=32 layout=dual_chunk_swap sliding_window_size=7 data_parallelism=2 context_parallelism=4 "
     "documents=10+22/32 dtype=bfloat16 seed=1"
@@ -31,13 +32,23 @@ def _run(spec: str, *cases: object, hosts: int = 2) -> HostsRun:
 
 
 def test_the_bundled_halo_conforms_over_two_hosts_and_cases_of_fewer_devices_are_declined() -> None:
-    done = _run(_HALO, _CONTEXT, _SMALL, _BATCHES)
-    assert [result.status for result in done.results] == [CONFORMS, DECLINED, CONFORMS], done.results
+    done = _run(_HALO, _CONTEXT, _SMALL, _BATCHES, _SINKS)
+    assert [result.status for result in done.results] == [CONFORMS, DECLINED, CONFORMS, CONFORMS], done.results
     assert "every host must hold some" in done.results[1].reason, "and says why"
     looked_at = {tensor for _, tensor in done.results[0].shares}
     assert looked_at == {"call", "out", "lse", "dquery", "dkey", "dvalue"}, "out and lse, and the gradients"
     assert 0 < done.results[0].shares["gradients", "dkey"] < 1, "a real comparison"
+    assert 0 < done.results[3].shares["gradients", "dsinks"] < 1, "the sum of both hosts' queries"
     assert len(done.peak_bytes) == 2, "each host says what it needed"
+
+
+def test_a_sinks_gradient_that_one_rank_loses_is_found(adapter: Spec) -> None:
+    (result,) = _run(adapter("wrong:loses_sink_gradient"), _SINKS).results
+    (found,) = result.findings
+    assert (found.check, found.tensor) == ("gradients", "dsinks"), "to which every host adds"
+    assert found.got != found.expected, "with both numbers"
+    assert found.share is not None
+    assert found.share > 100, "a quarter of the queries is no rounding"
 
 
 def test_what_is_wrong_on_one_host_alone_is_found(adapter: Spec) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import jax
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from conformance.case_text import parse_case
-from conformance.hosts.shards import HeldRows, not_finite_here, placed_shards
+from conformance.hosts.shards import HeldRows, heads_here, not_finite_here, placed_shards, queries_here
 from conformance.inputs import inputs_of
 from conformance.mesh import mesh_of
 
@@ -52,6 +53,21 @@ def test_a_row_that_another_host_holds_is_neither_here_nor_made_up() -> None:
     assert not held.holds(0, 4, 0), "beyond what is here"
     with pytest.raises(KeyError, match="holds no row"):
         held[np.array([0]), np.array([4]), np.array([0])]
+
+
+def test_every_query_is_here_once_and_copies_do_not_count() -> None:
+    """Halves of the heads on each side of the tensor axis; with kv heads that do not divide there are copies too."""
+    placed = placed_shards(_CASE, mesh_of(_CASE.problem, jax.devices()), zero_at_empty_rows=False)
+    here = queries_here(placed["query"], _CASE.problem)
+    assert set(here) == {0, 1, 2, 3}, "all heads"
+    for head, parts in here.items():
+        found = sorted((row, int(position)) for row, positions in parts for position in positions)
+        assert found == [(row, position) for row in (0, 1) for position in range(16)], f"head {head}"
+        assert all((np.diff(positions) > 0).all() for _, positions in parts), "ascending, whatever the layout"
+    replicated = jax.device_put(placed["query"], jax.sharding.NamedSharding(placed["query"].sharding.mesh, P()))
+    assert [len(parts) for parts in queries_here(replicated, _CASE.problem).values()] == [2] * 4, "one copy of eight"
+    sinks = heads_here(placed["sinks"])
+    assert list(sinks.values()) == np.asarray(placed["sinks"]).tolist(), "by head"
 
 
 @pytest.mark.parametrize(

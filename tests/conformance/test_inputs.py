@@ -122,6 +122,16 @@ def test_rows_made_alone_are_the_rows_of_the_whole(values):
         assert rows.dtype == expected.dtype, f"{tensor} of kind {values}"
 
 
+@pytest.mark.parametrize("values", VALUE_KINDS)
+def test_heads_made_alone_are_those_of_the_whole(values):
+    case = CASE.replace(values=values)
+    for tensor in (tensor for tensor in ROW_TENSORS if tensor != "segment_ids"):
+        whole = rows_of(case, tensor, [0, 1], range(7))
+        for heads in (slice(0, 1), slice(1, 2)):
+            alone = rows_of(case, tensor, [0, 1], range(7), heads)
+            np.testing.assert_array_equal(alone, whole[:, :, heads], err_msg=f"{tensor} {heads}")
+
+
 def test_rows_of_a_million_tokens_need_no_whole_array():
     case = Case(Problem(seq_len=2**20, context_parallelism=8))
     rows = rows_of(case, "key", [0], range(2**20 - 3, 2**20))

@@ -69,14 +69,19 @@ def _cell(run: Run, tensor: str) -> tuple[str, int, int, float | None]:
     return cell.status, cell.cases, cell.findings, cell.largest_share
 
 
-def test_where_hosts_judge_their_own_shards_dsinks_is_not_owed_and_the_verdict_says_so() -> None:
+def test_a_tensor_that_is_withheld_is_said_to_be_and_owed_until_a_case_has_it() -> None:
     without = _passed(_SINKS)
-    shares = {cell: share for cell, share in without.shares.items() if "dsinks" not in cell}
-    run = _run(dataclasses.replace(without, shares=shares), _passed(_PLAIN))
-    assert _status(run) == (INCONCLUSIVE, 4), "in one process it is owed"
-    run.plan = dataclasses.replace(run.plan, num_hosts=1)
-    assert _status(run) == (CONFORMS, 0), "every host adds to it: none can judge it"
-    assert _remarks(run) == "dsinks is not compared where every host judges its own shards", "a limit, and no silence"
+    shares = {cell: share for cell, share in without.shares.items() if cell != ("gradients", "dsinks")}
+    withheld = dataclasses.replace(without, shares=shares, withheld={("gradients", "dsinks"): "too many pairs"})
+    run = _run(withheld, _passed(_PLAIN))
+    assert _status(run) == (INCONCLUSIVE, 4), "nobody has looked at it"
+    said = "gradients of dsinks (not compared in 1 of 2 cases): too many pairs"
+    assert _remarks(run).splitlines() == ["gradients of dsinks was never tried", said], "and why"
+    run = _run(withheld, _passed(_SINKS))
+    assert _status(run) == (CONFORMS, 0), "another case has it"
+    assert _remarks(run) == said, "a limit, and no silence"
+    run.plan = dataclasses.replace(run.plan, num_hosts=2)
+    assert _status(run) == (CONFORMS, 0), "over several hosts as in one process"
 
 
 def test_a_target_that_passed_every_case_conforms() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from gathered import Gathered, visible
+from gathered import Gathered, attend, visible
 
 
 def _one_key_too_many(problem: Any, *rows: Any) -> Any:
@@ -34,6 +34,13 @@ def _loses_halo_gradient(problem: Any, rank: Any, gathered: Any) -> Any:
     own = (jnp.arange(problem.seq_len) // rows == rank)[None, :, None, None]
     key, value, *others = gathered
     return *(jnp.where(own, x, jax.lax.stop_gradient(x)) for x in (key, value)), *others
+
+
+def _loses_sink_gradient(logits: Any, mask: Any, value: Any, sinks: Any) -> Any:
+    """What the queries of rank 1 owe to the sinks is lost."""
+    if sinks is not None:
+        sinks = jnp.where(jax.lax.axis_index("context") == 1, jax.lax.stop_gradient(sinks), sinks)
+    return attend(logits, mask, value, sinks)
 
 
 def _ignores_segments_across_borders(problem: Any, positions: Any, key_positions: Any, ids: Any, key_ids: Any) -> Any:
@@ -77,4 +84,5 @@ loses_halo_gradient = Gathered(fetched=_loses_halo_gradient, name="loses_halo_gr
 ignores_segments_across_borders = Gathered(
     mask=_ignores_segments_across_borders, name="ignores_segments_across_borders"
 )
+loses_sink_gradient = Gathered(attend=_loses_sink_gradient, name="loses_sink_gradient")
 remembers_first_documents = _RemembersFirstDocuments()
