@@ -39,6 +39,13 @@ class ContractBroken(Exception):
         self.tensor, self.quality, self.expected, self.got = tensor, quality, expected, got
 
 
+def numerics_facts(target: Target, problem: Problem, mesh: jax.sharding.Mesh) -> Named:
+    """`uses_tpu_precision`: False, where the target says so of this problem on a mesh of TPUs."""
+    if mesh.devices.flat[0].platform != "tpu" or target.uses_tpu_precision(problem, mesh):
+        return {}
+    return {"uses_tpu_precision": False}
+
+
 def forward(setting: Setting, arrays: Named) -> Named:
     """The primal calls: `call/out`, and `attention_with_lse/lse`."""
     results: Named = {}

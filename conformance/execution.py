@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from conformance.calling import ContractBroken, Named, Setting, forward, forward_and_gradients
+from conformance.calling import ContractBroken, Named, Setting, forward, forward_and_gradients, numerics_facts
 from conformance.designated import asks_programs
 from conformance.empty_rows import without_empty_row_cotangents
 from conformance.further import further_facts
@@ -54,9 +54,9 @@ def execute(
     The message has `declined` (a reason), `raised` (type, message, traceback, where), `broken` (tensor, quality,
     expected, got) or none of these; `misplaced` lists outputs that lie elsewhere than the contract says, `diverged`
     those whose copies on several devices are not the same; `facts`, where the check `collectives` asks for them, are
-    program_facts of the program; further_facts are added. Arrays are named `draw/call/tensor`, in layout order; those
-    of the further data that `checks` want, `variant/call/tensor` (a program without gradients runs on the draws alone).
-    `report` is told the phase that begins.
+    program_facts of the program; further_facts and numerics_facts are added. Arrays are named `draw/call/tensor`, in
+    layout order; those of the further data that `checks` want, `variant/call/tensor` (a program without gradients runs
+    on the draws alone). `report` is told the phase that begins.
     """
     try:
         reason = target.supports(case.problem)
@@ -70,6 +70,15 @@ def execute(
         return {"declined": reason}, {}
     mesh = mesh_of(case.problem, jax.devices())
     setting = Setting(target, case.problem, mesh, calls_of(target.description, case), checks)
+    try:
+        numerics = numerics_facts(target, case.problem, mesh)
+    except Exception as error:  # noqa: BLE001  # see above
+        return what_was_raised(error, "uses_tpu_precision"), {}
+    message, arrays = _execute_on(setting, case, report)
+    return message | numerics, arrays
+
+
+def _execute_on(setting: Setting, case: Case, report: Report) -> tuple[Named, dict[str, np.ndarray]]:
     with jax.default_matmul_precision(case.problem.precision):
         message, arrays = _execute_supported(setting, case, report)
         if _NOT_INTERPRETED not in message.get("raised", {}).get("message", ""):

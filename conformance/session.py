@@ -201,7 +201,8 @@ class Session:
         if "declined" in message:
             meddled = meddling(self.description.name, format_case(case), message)
             return CaseResult(case, FINDING if meddled else DECLINED, meddled, reason=message["declined"])
-        evidence = Evidence(self.description, case, message, arrays, variants_of(case, self._asked(case)))
+        description = self.description.of_problem(message.get("uses_tpu_precision", True))
+        evidence = Evidence(description, case, message, arrays, variants_of(case, self._asked(case)))
         self.evidence = evidence
         _require_complete(evidence)
         shares: dict[tuple[str, str], float] = {}

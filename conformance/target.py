@@ -6,6 +6,7 @@ Tests: tests/conformance/test_target.py.
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import importlib
 import importlib.util
@@ -54,6 +55,8 @@ class TargetDescription:
     halo_row_multiple: int = 1
     residual_names: tuple[str, ...] = ()
     tpu_precision: Mapping[str, Any] | None = None
+    tpu_precision_varies: bool = False
+    """Whether its `uses_tpu_precision` says of each problem if it is run with `tpu_precision`, or else `precision`."""
     changed_on_import: tuple[str, ...] = ()
     """What importing it changed of JAX's options and environment; it has been put back."""
     platform: str = "cpu"
@@ -64,6 +67,10 @@ class TargetDescription:
         """What it declares of its precision on its platform: many choose another kernel on a TPU."""
         return self.precision if self.platform != "tpu" or self.tpu_precision is None else self.tpu_precision
 
+    def of_problem(self, uses_tpu_precision: bool) -> TargetDescription:
+        """What it declares for one problem, of which it says whether it is run with `tpu_precision`."""
+        return self if uses_tpu_precision else dataclasses.replace(self, tpu_precision=None)
+
 
 @dataclass(frozen=True)
 class Target:
@@ -73,6 +80,8 @@ class Target:
     attention_with_lse: Callable[..., Any] | None
     supports: Callable[[Problem], str | None]
     description: TargetDescription
+    uses_tpu_precision: Callable[[Problem, Any], bool] = lambda problem, mesh: True
+    """Of a problem and a mesh of TPUs."""
 
 
 def calls_of(target: TargetDescription, case: Case) -> tuple[str, ...]:
@@ -117,6 +126,7 @@ def make_target(candidate: Any, spec: str) -> Target:
         communication=_choice(candidate, spec, "communication", None, COMMUNICATIONS),
         precision=_precision(candidate, spec, "precision"),
         tpu_precision=_precision(candidate, spec, "tpu_precision") if hasattr(candidate, "tpu_precision") else None,
+        tpu_precision_varies=(uses := _function(candidate, spec, "uses_tpu_precision")) is not None,
         empty_rows=_choice(candidate, spec, "empty_rows", "undefined", EMPTY_ROWS),
         lse_grad=_choice(candidate, spec, "lse_grad", True, (True, False)),
         exact=_choice(candidate, spec, "exact", False, (True, False)),
@@ -124,7 +134,7 @@ def make_target(candidate: Any, spec: str) -> Target:
         residual_names=_residual_names(candidate, spec),
     )
     supports = _function(candidate, spec, "supports") or (lambda problem: None)
-    return Target(attention, with_lse, supports, description)
+    return Target(attention, with_lse, supports, description, uses or (lambda problem, mesh: True))
 
 
 def _import(module_name: str) -> ModuleType:

@@ -79,7 +79,7 @@ def _layer(
         heads=plan_heads(
             num_query_heads, operands["key"].shape[2], 1 if tensor_axis is None else mesh.shape[tensor_axis]
         ),
-        kernel=_kernel(operands, mesh, config, resolved),
+        kernel=local_kernel(operands, mesh, config, resolved),
         kernel_config=KernelConfig(
             window=resolved.window,
             scale=1 / math.sqrt(head_dim) if config.scale is None else float(config.scale),
@@ -97,9 +97,9 @@ def _layer(
     )
 
 
-def _kernel(operands: dict, mesh: Mesh, config: AttentionConfig, resolved: ResolvedLayer) -> str:
+def local_kernel(operands: dict, mesh: Mesh, config: AttentionConfig, resolved: ResolvedLayer) -> str:
     """The local kernel: the one that the config names, or on TPUs the first of our own and splash that runs the layer,
-    and xla elsewhere."""
+    and xla elsewhere. `operands`: query, key, value and segment_ids (or None), or their shapes."""
     dtype = jnp.dtype(operands["query"].dtype)
     contiguous_keys = (resolved.strategy, resolved.layout) not in (("ring", "striped"), ("usp", "striped"))
     reasons = {

@@ -129,7 +129,8 @@ def _judged(description: TargetDescription, topology: str, case: Case, message: 
         how = f"{raised['type']}: {raised['message']}"
         finding = _finding(description, case, f"does not compile ({raised['type']})", how, raised["traceback"])
         return Compiled(description.name, topology, case, findings=(finding,))
-    outcome = CHECKS["collectives"].run(Evidence(description, case, message, {}))
+    of_problem = description.of_problem(message.get("uses_tpu_precision", True))
+    outcome = CHECKS["collectives"].run(Evidence(of_problem, case, message, {}))
     return Compiled(description.name, topology, case, message, outcome.findings, outcome.shares)
 
 

@@ -18,7 +18,7 @@ from jax.experimental import topologies
 
 from conformance.aot.bundles import dumped_schedules
 from conformance.aot.schedule import kernel_instructions, kernels_of, transfers_of
-from conformance.calling import Named, Setting, call_target
+from conformance.calling import Named, Setting, call_target, numerics_facts
 from conformance.case_text import parse_case
 from conformance.input_shapes import input_shapes, placed_shapes
 from conformance.mesh import mesh_of
@@ -65,6 +65,7 @@ def _compiled(target: Target, case: Case, devices: Any, dump: Path | None) -> Na
     setting = Setting(target, problem, mesh_of(problem, devices), ("attention",))
     arrays = placed_shapes(problem, setting.mesh, input_shapes(problem))
     try:
+        numerics = numerics_facts(target, problem, setting.mesh)
         traced = jax.jit(lambda arrays: _step(setting, arrays)).trace(arrays)
         compiled = traced.lower().compile()
     except Declined as error:
@@ -76,6 +77,7 @@ def _compiled(target: Target, case: Case, devices: Any, dump: Path | None) -> Na
     memory: Any = compiled.memory_analysis()
     cotangents = [name == "dout" for name in sorted(arrays)]  # a dict's leaves are in this order
     facts: Named = {
+        **numerics,
         "facts": program_facts(traced, compiled, cotangents),
         "cost": cost_facts(traced),
         "transfers": [dataclasses.asdict(transfer) for transfer in transfers_of(hlo)],

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from conformance.answers import Answer, answer_at_places, precision_of
-from conformance.calling import ContractBroken, Setting, forward_and_gradients
+from conformance.calling import ContractBroken, Setting, forward_and_gradients, numerics_facts
 from conformance.case_text import parse_case
 from conformance.checks import CHECKS
 from conformance.checks.outcome import Outcome
@@ -30,7 +30,7 @@ from conformance.hosts.sinks import told_here
 from conformance.inputs import NUM_DRAWS, redraw
 from conformance.mesh import mesh_of
 from conformance.problem import Case
-from conformance.target import Declined, Target, TargetError, calls_of, load_target
+from conformance.target import Declined, Target, TargetDescription, TargetError, calls_of, load_target
 
 _OF_VALUES = ("output", "residuals", "gradients")
 
@@ -87,8 +87,9 @@ def _result(target: Target, case: Case, report: Callable[[str], None]) -> dict[s
     except Exception as error:  # noqa: BLE001  # whatever foreign code raises is a finding, not a failure of ours
         message = what_was_raised(error, "forward")
     report("judging")
-    answers = _Answers(target, case, ran.arrays)
-    outcomes = _judged(Evidence(target.description, case, message, ran.arrays, answers=answers))
+    description = target.description.of_problem(not numerics_facts(target, problem, setting.mesh))
+    answers = _Answers(description, case, ran.arrays)
+    outcomes = _judged(Evidence(description, case, message, ran.arrays, answers=answers))
     told = {
         "shares": [[check, tensor, share] for check, of in outcomes.items() for tensor, share in of.shares.items()],
         "findings": [dataclasses.asdict(finding) for of in outcomes.values() for finding in of.findings],
@@ -143,7 +144,7 @@ def _judged(evidence: Evidence) -> dict[str, Outcome]:
 class _Answers:
     """The oracle's answers at those of the places where faults live that this process holds."""
 
-    def __init__(self, target: Target, case: Case, arrays: Mapping[str, HeldRows]) -> None:
+    def __init__(self, target: TargetDescription, case: Case, arrays: Mapping[str, HeldRows]) -> None:
         self._target, self._case, self._arrays = target, case, arrays
         self._made: dict[tuple[int, str], Answer] = {}
 
@@ -153,8 +154,8 @@ class _Answers:
         return self._made[draw, call]
 
     def _answer(self, draw: int, call: str) -> Answer:
-        case, description = redraw(self._case, draw), self._target.description
-        precision = precision_of(description, case.problem.dtype, case.problem.precision)
+        case = redraw(self._case, draw)
+        precision = precision_of(self._target, case.problem.dtype, case.problem.precision)
         index_of = np.argsort(case.problem.positions())
         held = {
             tensor: rows
@@ -165,7 +166,7 @@ class _Answers:
         def is_here(tensor: str, batch_row: int, position: int, head: int) -> bool:
             return tensor in held and held[tensor].holds(batch_row, int(index_of[position]), head)
 
-        with_lse, defines_empty_rows = call == "attention_with_lse", description.empty_rows == "zero"
+        with_lse, defines_empty_rows = call == "attention_with_lse", self._target.empty_rows == "zero"
         return answer_at_places(case, with_lse, defines_empty_rows, precision, is_here)
 
 

@@ -170,7 +170,8 @@ def _limits(target: TargetRun, run: Run, counts: dict[str, int]) -> list[str]:
         )
     if of.numerics:
         declared = ", ".join(f"{name}={value}" for name, value in of.numerics.items())
-        limits.append(f"allowances are for the numerics it declares: {declared}")
+        where = ", where it says that it has them" if of.platform == "tpu" and of.tpu_precision_varies else ""
+        limits.append(f"allowances are for the numerics it declares{where}: {declared}")
     if unasked := [name for name in CHECKS if name not in run.plan.check_names]:
         limits.append(f"not asked for: {', '.join(unasked)}")
     if of.has_lse and not of.lse_grad:

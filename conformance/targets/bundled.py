@@ -12,9 +12,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 import impl
+from conformance.input_shapes import input_shapes
 from conformance.problem import Problem
+from impl.config import resolve
+from impl.dispatch import local_kernel
 from impl.kernels import pallas_halo, splash
 
 _OF_SPLASH = {"prescaled_query": True, "rounded_partials": True}
@@ -53,8 +57,18 @@ class _Bundled:
 
     @property
     def tpu_precision(self) -> dict[str, bool]:
-        """On a TPU the layers that pallas_halo declines run splash, unless a kernel is asked for."""
+        """Those of splash, which runs on a TPU what our own kernels decline, unless a kernel is asked for."""
         return dict(_OF_SPLASH) if self.local_kernel in ("", "splash") else {}
+
+    def uses_tpu_precision(self, problem: Problem, mesh: Mesh) -> bool:
+        """Whether the layer runs splash on these TPUs."""
+        if self.local_kernel:
+            return self.local_kernel == "splash"
+        shapes = input_shapes(problem)
+        operands = {name: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for name, (shape, dtype) in shapes.items()}
+        operands = {"value": operands["key"], "segment_ids": None, **operands}
+        config = self._config(problem)
+        return local_kernel(operands, mesh, config, resolve(config, _attention_type(problem))) == "splash"
 
     def supports(self, problem: Problem) -> str | None:
         """The reason to decline: what the strategy, or its local kernel, cannot do by its nature."""
@@ -92,9 +106,21 @@ class _Bundled:
         return problem.tensor_parallelism * problem.ulysses_parallelism * exchanged
 
     def _call(self, query: Any, key: Any, value: Any, *, problem: Problem, mesh: Any, **context: Any) -> Any:
+        return impl.attention(
+            query,
+            key,
+            value,
+            mesh=mesh,
+            config=self._config(problem),
+            attention_type=_attention_type(problem),
+            padding_segment_id=problem.padding,
+            **context,
+        )
+
+    def _config(self, problem: Problem) -> impl.AttentionConfig:
         has_global_form = self.communication != "halo" and problem.ulysses_parallelism == 1
         global_strategy = self.communication if has_global_form else "all_gather"
-        config = impl.AttentionConfig(
+        return impl.AttentionConfig(
             context_parallel_strategy="usp" if problem.ulysses_parallelism > 1 else global_strategy,
             local_context_parallel_strategy=self.communication,
             local_kernel=self.local_kernel,
@@ -105,16 +131,10 @@ class _Bundled:
             attn_logits_soft_cap=problem.attn_logits_soft_cap,
             scale=problem.scale,
         )
-        return impl.attention(
-            query,
-            key,
-            value,
-            mesh=mesh,
-            config=config,
-            attention_type=impl.AttentionType.GLOBAL if _is_global(problem) else impl.AttentionType.LOCAL_SLIDING,
-            padding_segment_id=problem.padding,
-            **context,
-        )
+
+
+def _attention_type(problem: Problem) -> impl.AttentionType:
+    return impl.AttentionType.GLOBAL if _is_global(problem) else impl.AttentionType.LOCAL_SLIDING
 
 
 def _is_global(problem: Problem) -> bool:

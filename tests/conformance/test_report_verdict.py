@@ -193,6 +193,11 @@ def test_declared_numerics_are_printed_with_the_verdict() -> None:
     ), "a wider allowance is no secret"
 
 
+def test_numerics_that_some_problems_have_alone_are_not_said_of_all() -> None:
+    run = _run(_passed(_PLAIN), platform="tpu", tpu_precision={"prescaled_query": True}, tpu_precision_varies=True)
+    assert "the numerics it declares, where it says that it has them: prescaled_query=True" in _remarks(run)
+
+
 def test_what_an_import_changed_and_was_put_back_is_said() -> None:
     run = _run(_passed(_PLAIN), changed_on_import=("XLA_FLAGS from unset to --a",))
     assert "importing it changes XLA_FLAGS from unset to --a: put back" in _remarks(run), "the verdict is without it"

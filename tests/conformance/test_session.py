@@ -104,6 +104,16 @@ def test_a_wrong_answer_is_a_finding_beside_the_shares(start: Any, right_evidenc
     assert result.shares["gradients", "dkey"] == 0, "the rest was looked at too"
 
 
+def test_a_problem_is_held_to_the_numerics_that_it_is_said_to_have(start: Any, right_evidence: Build) -> None:
+    declared = {"platform": "tpu", "tpu_precision": {"rounded_probabilities": True}, "tpu_precision_varies": True}
+    message, arrays = _reply(right_evidence(_CASE))
+    # Off by a ten-thousandth: far more than float32 rounds, far less than probabilities in bfloat16 do.
+    off = arrays | {"0/attention/out": arrays["0/attention/out"] * (1 + 1e-4)}
+    held, _ = start((message, off), (message | {"uses_tpu_precision": False}, off), **declared)
+    shares = [held.run(case).shares["output", "out"] for case in (_CASE, _CASE)]
+    assert shares[0] < 1 < shares[1], "the same error, with and without the excuse"
+
+
 def test_what_is_known_of_a_target_is_no_finding_and_is_said(
     monkeypatch: pytest.MonkeyPatch, right_evidence: Build
 ) -> None:

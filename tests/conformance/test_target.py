@@ -129,6 +129,23 @@ def test_numerics_that_are_declared_for_a_tpu_hold_there_alone() -> None:
     assert dataclasses.replace(other, platform="tpu").numerics == {}, "there another kernel"
 
 
+def test_numerics_of_a_tpu_may_be_for_some_problems_alone() -> None:
+    def long_ones(problem: Problem, mesh: Any) -> bool:
+        return problem.seq_len > 1024
+
+    candidate = SimpleNamespace(
+        attention=_attention, tpu_precision={"rounded_logits": True}, uses_tpu_precision=long_ones
+    )
+    target = make_target(candidate, "m:t")
+    assert target.description.tpu_precision_varies, "the verdict says so"
+    assert [target.uses_tpu_precision(Problem(seq_len=rows), None) for rows in (1024, 2048)] == [False, True], "its own"
+    on_tpu = dataclasses.replace(target.description, platform="tpu")
+    assert on_tpu.of_problem(True).numerics == {"rounded_logits": True}, "a problem that has them"
+    assert on_tpu.of_problem(False).numerics == {}, "and one that has not"
+    plain = make_target(SimpleNamespace(attention=_attention), "m:t")
+    assert (plain.description.tpu_precision_varies, plain.uses_tpu_precision(Problem(), None)) == (False, True)
+
+
 @pytest.mark.parametrize("candidate", [3, None, "attention", SimpleNamespace(attention=3), SimpleNamespace()])
 def test_what_cannot_be_called_is_no_target(candidate: Any) -> None:
     with pytest.raises(TargetError, match="m:t is neither a function nor an object with a callable `attention`"):

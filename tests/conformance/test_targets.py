@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 
 from conformance.case_text import format_case, parse_case
@@ -138,6 +142,32 @@ def test_splash_declares_how_it_rounds() -> None:
     assert declared.precision == {"prescaled_query": True, "rounded_partials": True}, "and is allowed no less for it"
     assert (declared.communication, declared.name, declared.exact) == ("ring", "ring_splash", False), "ring, in float32"
     assert load_target(_RING).description.precision == {}, "plain XLA rounds as is usual"
+
+
+_TAKEN_BY_OUR_KERNEL = {"sliding_window_size": 100, "head_dim": 128, "value_dim": 128}
+
+
+@pytest.mark.parametrize(
+    ("spec", "changes", "is_splash"),
+    [
+        (_HALO, {}, False),  # our own kernel, which rounds no more than is usual
+        (_HALO, {"dtype": "bfloat16", "segments": True, "shared_kv": True}, False),
+        (_HALO, {"sliding_window_size": None, "window": (100, 3)}, True),  # it knows no keys after the query
+        (_HALO, {"sliding_window_size": 500_000}, True),  # whose band no VMEM holds
+        (_ALL_GATHER, {}, True),
+        (f"{_HALO}_splash", {}, True),
+        (f"{_HALO}_pallas", {}, False),
+    ],
+)
+def test_on_a_tpu_the_numerics_of_splash_are_for_what_splash_runs(spec: str, changes: dict, is_splash: bool) -> None:
+    device = SimpleNamespace(platform="tpu", device_kind="TPU v6 lite")
+    mesh: Any = SimpleNamespace(devices=np.array([device] * 4), shape={"context": 4}, axis_names=("context",))
+    problem = Problem(seq_len=1 << 20, context_parallelism=4).replace(**_TAKEN_BY_OUR_KERNEL | changes)
+    target = load_target(spec)
+    on_tpu = dataclasses.replace(target.description, platform="tpu")
+    numerics = on_tpu.of_problem(target.uses_tpu_precision(problem, mesh)).numerics
+    assert (numerics == {"prescaled_query": True, "rounded_partials": True}) is is_splash, f"{spec}: {dict(numerics)}"
+    assert is_splash or numerics == {}, "nothing to be excused for"
 
 
 def test_jax_nn_returns_no_lse_and_leaves_empty_rows_undefined() -> None:

@@ -27,7 +27,7 @@ def kernel_on(mesh: SimpleNamespace, window: int = 1024, dtype=jnp.bfloat16, **f
     config = AttentionConfig(sliding_window_size=window, **{"local_context_parallel_strategy": "halo", **fields})
     query, key = (jax.ShapeDtypeStruct((1, 131072, heads, 256), dtype) for heads in (16, 8))
     operands = {"query": query, "key": key, "value": key, "segment_ids": None, "sinks": None}
-    return dispatch._kernel(operands, mesh, config, resolve(config, AttentionType.LOCAL_SLIDING))
+    return dispatch.local_kernel(operands, mesh, config, resolve(config, AttentionType.LOCAL_SLIDING))
 
 
 @pytest.mark.parametrize(
