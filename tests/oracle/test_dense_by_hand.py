@@ -46,6 +46,14 @@ def test_no_value_leaks_across_segments():
     np.testing.assert_allclose(np.exp(lse.ravel()), [1, 2, 1, 2], rtol=1e-15)
 
 
+@pytest.mark.parametrize("dtype", [np.int64, np.uint64])
+def test_neighbouring_ids_that_no_float_can_tell_apart_are_two_segments(draw, dtype):
+    ids = np.array([[2**60, 2**60, 2**60, 2**60 + 1, 2**60 + 1, 2**60 + 1]], dtype)
+    case = draw(window=(None, 0), segment_ids=ids)
+    out, _ = oracle.attention(**{name: case[name] for name in ("query", "key", "value", "window", "segment_ids")})
+    np.testing.assert_allclose(out[0, 3, 0], case["value"][0, 3, 0])
+
+
 def test_a_padding_row_is_empty_and_its_contents_reach_nobody():
     poison = np.array([np.nan, np.inf, -1e30])
     segments = np.array([[0, 7, 0, 7, 7]])
