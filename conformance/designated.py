@@ -39,6 +39,12 @@ def asks_remat(case: Case) -> bool:
     return _is_designated("remat", case)
 
 
+def seed_that_asks_remat(number: int) -> int:
+    """The seeds for which `asks_remat` is true, by number: for those who want such a case."""
+    stride, remainder = _ONE_IN["remat"]
+    return number * stride + remainder
+
+
 def asks_work(case: Case) -> bool:
     """Whether programs for longer sequences than this case's are traced."""
     return _is_designated("work", case)

@@ -1,7 +1,7 @@
 """What a case really exercises, by name: compiled kernels have no branches to count, so events are the coverage.
 
 Worked out from the finished case, not from the levels it was drawn with: a border level on one chunk cuts no border.
-May touch: problem, segments, value_kinds, NumPy. Tests: tests/conformance/test_events.py.
+May touch: problem, designated, segments, value_kinds, NumPy. Tests: tests/conformance/test_events.py.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
+from conformance.designated import asks_remat
 from conformance.problem import Case, Document, Problem
 from conformance.segments import documents_with_ids
 from conformance.value_kinds import STRUCTURED, draw_sinks, logit_std, typical_largest_logit
@@ -27,6 +28,7 @@ def _all_events(case: Case) -> dict[str, bool]:
         **_document_events(case),
         **_value_events(case),
         **_input_events(problem),
+        **_asked_events(case),
     }
 
 
@@ -161,6 +163,18 @@ def _input_events(problem: Problem) -> dict[str, bool]:
         "Explicit axes": problem.axis_types == "explicit",
         "mixed axis types": problem.axis_types == "mixed",
         "devices reversed": problem.device_order == "reversed",
+    }
+
+
+def _asked_events(case: Case) -> dict[str, bool]:
+    """The check `remat`, asked where a strategy can run that spreads the query heads over the ranks of the sequence."""
+    problem = case.problem
+    ranks, ulysses = problem.context_parallelism * problem.ulysses_parallelism, problem.ulysses_parallelism
+    heads_a_shard, rest = divmod(problem.num_query_heads, problem.tensor_parallelism)
+    asked = asks_remat(case) and rest == 0
+    return {
+        "remat with heads for every rank": asked and ranks > 1 and heads_a_shard % ranks == 0,
+        "remat with the sequence on two axes": asked and ulysses > 1 and heads_a_shard % ulysses == 0,
     }
 
 

@@ -1,14 +1,18 @@
 """Hypothesis strategies over the feature space: every level is drawn on purpose, and a window of any size besides.
 
-The deterministic lists are in case_list.py. May touch: hypothesis, space, events.
+Some are made for the check `remat`, which the quick list never asks where heads go round all ranks.
+The deterministic lists are in case_list.py. May touch: hypothesis, space, events, designated.
 Tests: tests/conformance/test_fuzz.py.
 """
 
 from __future__ import annotations
 
+import math
+
 from hypothesis import event
 from hypothesis import strategies as st
 
+from conformance.designated import seed_that_asks_remat
 from conformance.events import events_of
 from conformance.problem import Case
 from conformance.space import Row, case_of, features_for, forbidden_pairs
@@ -29,9 +33,19 @@ def record_events(case: Case) -> None:
 def _cases(draw: st.DrawFn, num_devices: int) -> Case:
     case = case_of(draw(_rows(num_devices)), draw(st.integers(0, 2**32 - 1)))
     # Levels are the borders of the space; in a quarter of the cases, a window of any size, which no level names.
-    if not draw(st.sampled_from((False, False, False, True))):
-        return case
-    return case.replace(sliding_window_size=draw(st.integers(1, case.problem.seq_len + 1)), window=None)
+    if draw(st.sampled_from((False, False, False, True))):
+        case = case.replace(sliding_window_size=draw(st.integers(1, case.problem.seq_len + 1)), window=None)
+    if draw(st.sampled_from((False,) * 7 + (True,))):
+        case = _for_remat(case, draw(st.integers(0, 2**20)))
+    return case
+
+
+def _for_remat(case: Case, number: int) -> Case:
+    """The case with a seed on which `remat` is asked, and as many query heads as go round all ranks."""
+    problem = case.problem
+    shards = problem.tensor_parallelism * problem.context_parallelism * problem.ulysses_parallelism
+    heads = math.lcm(problem.num_query_heads, shards)
+    return case.replace(num_query_heads=heads, seed=seed_that_asks_remat(number))
 
 
 @st.composite

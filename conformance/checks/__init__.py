@@ -32,12 +32,12 @@ CHECKS: dict[str, Check] = {
     visibility.NAME: Check(visibility.TENSORS, visibility.check, DTYPES, visibility.designates),
     invariance.NAME: Check(invariance.TENSORS, invariance.check, DTYPES, invariance.designates),
     "collectives": Check(
-        collectives.TENSORS, collectives.check, DTYPES, is_claimed=lambda target: target.communication is not None
+        collectives.TENSORS, collectives.check, DTYPES, is_claimed=lambda target, _: target.communication is not None
     ),
     "work": Check(
-        work.TENSORS, work.check, DTYPES, asks_work, is_claimed=lambda target: target.communication == "halo"
+        work.TENSORS, work.check, DTYPES, asks_work, is_claimed=lambda target, _: target.communication == "halo"
     ),
-    "remat": Check(remat.TENSORS, remat.check, DTYPES, asks_remat),
+    "remat": Check(remat.TENSORS, remat.check, DTYPES, asks_remat, remat.is_claimed),
     "races": Check(races.TENSORS, races.check, _ROUNDED, asks_races),
     "errors": Check(errors.TENSORS, errors.check, DTYPES, asks_errors),
 }

@@ -55,15 +55,20 @@ class Check:
     """A check: the tensors it looks at, in the order of the verdict table, its one function, the dtypes it is for.
 
     `designates` picks the cases that it is asked on, where every case would cost too much; a pure function of the case.
-    `is_claimed`: a target for which it is False is "not claimed" in the verdict, whatever was measured.
+    `is_claimed`: a target, and one of the tensors, for which it is False is "not claimed" in the verdict, whatever was
+    measured.
     """
 
     tensors: tuple[str, ...]
     run: Callable[[Evidence], Outcome]
     dtypes: tuple[str, ...]
     designates: Callable[[Case], bool] = lambda case: True
-    is_claimed: Callable[[TargetDescription], bool] = lambda target: True
+    is_claimed: Callable[[TargetDescription, str], bool] = lambda target, tensor: True
 
     def asks_about(self, case: Case) -> bool:
         """Whether the check has a question about this case."""
         return case.problem.dtype in self.dtypes and self.designates(case)
+
+    def claims_any(self, target: TargetDescription) -> bool:
+        """Whether the target says anything of itself that the check holds it to, or owes it an answer anyway."""
+        return any(self.is_claimed(target, tensor) for tensor in self.tensors)

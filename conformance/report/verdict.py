@@ -195,7 +195,7 @@ def _is_claimed(target: TargetRun, check: str, tensor: str) -> bool:
     """Whether the check holds the target to something that it says of itself, or to what every target owes."""
     if check == aot.NAME:
         return tensor == "program" or target.description.communication is not None
-    return CHECKS[check].is_claimed(target.description)
+    return CHECKS[check].is_claimed(target.description, tensor)
 
 
 def _has(target: TargetRun, case: Case, check: str, tensor: str) -> bool:

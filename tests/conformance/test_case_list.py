@@ -68,7 +68,9 @@ def test_some_case_of_every_list_has_a_chunk_that_is_long_beside_its_window(prof
 def test_every_event_that_eight_devices_allow_is_in_the_quick_list(quick):
     counts = Counter(event for case in quick for event in events_of(case))
     rare = {event: counts[event] for event in EVENTS if counts[event] < 8}
-    assert rare == {"five or more ranks beside another axis": 0}, "it takes 10 devices"
+    assert rare.pop("five or more ranks beside another axis") == 0, "it takes 10 devices"
+    few_are_asked = {"remat with heads for every rank", "remat with the sequence on two axes"}
+    assert rare.keys() == few_are_asked, "five cases are asked that check: fuzzing draws such cases on purpose"
 
 
 def test_models_and_pull_request_5608_are_in_every_list(quick, ci):

@@ -86,6 +86,22 @@ def test_a_target_that_saves_what_it_names_runs_its_forward_once(judged: Judged)
     assert set(outcome.shares) == {"program", "out", "dquery", "dkey", "dvalue", "dsinks"}, "all was looked at"
 
 
+@pytest.mark.parametrize(
+    ("strategy", "case_text"),
+    [
+        ("ring", "v=1 seq_len=8 num_query_heads=1 num_kv_heads=1 context_parallelism=2 seed=13"),
+        ("ulysses", "v=1 seq_len=8 num_query_heads=2 num_kv_heads=1 context_parallelism=2 seed=13"),
+        ("usp", "v=1 seq_len=8 num_query_heads=2 num_kv_heads=1 context_parallelism=2 ulysses_parallelism=2 seed=13"),
+    ],
+)
+def test_the_strategies_for_global_layers_run_their_forward_once_where_it_is_saved(
+    judged: Judged, strategy: str, case_text: str
+) -> None:
+    outcome = judged(f"conformance.targets.bundled:{strategy}", case_text, "remat")
+    assert outcome.findings == (), "no case of the quick list asks ulysses and usp"
+    assert set(outcome.shares) == {"program", "out", "dquery", "dkey", "dvalue"}, "all was looked at"
+
+
 def test_a_target_that_names_residuals_and_saves_none_is_found_out(judged: Judged) -> None:
     assert _kinds(judged("sending:recomputes", _TEXT, "remat")) == {
         ("program", "computes its forward again although its residuals are saved"),

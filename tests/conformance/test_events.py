@@ -93,6 +93,19 @@ EXAMPLES = [
     ("structured values", "values=constant", "values=plain"),
     ("value is the key", "shared_kv=true", "shared_kv=false"),
     ("value_dim differs from head_dim", "value_dim=4", "value_dim=8"),
+    ("remat with heads for every rank", "seed=77", "seed=78"),
+    ("remat with heads for every rank", "seed=77", "seed=77 num_query_heads=6"),
+    (
+        "remat with heads for every rank",
+        "seed=77 ulysses_parallelism=2 num_query_heads=8",
+        "seed=77 context_parallelism=1",
+    ),
+    ("remat with the sequence on two axes", "seed=77 ulysses_parallelism=2", "seed=77"),
+    (
+        "remat with the sequence on two axes",
+        "seed=77 ulysses_parallelism=2 tensor_parallelism=2",
+        "seed=77 ulysses_parallelism=2 tensor_parallelism=4",
+    ),
 ]
 
 

@@ -50,6 +50,19 @@ def test_a_target_that_claims_nothing_is_said_to_claim_nothing_and_still_conform
     assert verdict.status == CONFORMS, "it owes no claim"
 
 
+def test_a_target_that_names_no_residuals_conforms_with_the_same_answer_alone() -> None:
+    case = Case(seed=13)
+    run = Run(Plan((), (case,), (), Devices("cpu", 8), ("contract", "remat")))
+    answers = {("remat", tensor): 0.0 for tensor in ("out", "dquery", "dkey", "dvalue")}
+    results = [CaseResult(case, CONFORMS, shares={("contract", "call"): 0.0} | answers)]
+    verdict = verdict_of(TargetRun(TargetDescription("m:t", "t"), results), run)
+    statuses = {cell.tensor: cell.status for cell in verdict.cells if cell.check == "remat"}
+    assert statuses["program"] == NOT_CLAIMED, "nothing says that its forward runs once"
+    assert (verdict.status, statuses["out"]) == (CONFORMS, CONFORMS), "and no doubt is left"
+    naming = TargetDescription("m:t", "t", residual_names=("out",))
+    assert "remat of program was never tried" in verdict_of(TargetRun(naming, results), run).remarks, "it owes that"
+
+
 def test_a_target_that_claims_and_was_never_looked_at_does_not_conform() -> None:
     case = Case()
     run = Run(Plan((), (case,), (), Devices("cpu", 8), ("contract", "collectives")))

@@ -7,11 +7,13 @@ import pytest
 from hypothesis import Phase, find, given, settings
 
 from conformance.case_text import case_from_json, case_to_json, format_case, parse_case
+from conformance.checks import CHECKS
 from conformance.events import EVENTS, events_of
 from conformance.fuzz import cases, record_events
 from conformance.inputs import inputs_of, redraw
 from conformance.problem import Case
 from conformance.space import FEATURES
+from conformance.target import load_target
 
 EXAMPLES = 400
 # Reproducible, and no time limit of a loaded machine decides.
@@ -44,6 +46,8 @@ def test_every_event_is_reached_often_enough(drawn_cases):
 
 
 def test_every_level_that_stands_in_the_problem_is_reached(drawn_cases):
+    # Cases made for remat have as many heads as go round their ranks.
+    plain = [case for case in drawn_cases if not CHECKS["remat"].asks_about(case)]
     reached = {
         "layout": {case.problem.layout for case in drawn_cases},
         "ranks": {str(case.problem.context_parallelism) for case in drawn_cases},
@@ -54,7 +58,7 @@ def test_every_level_that_stands_in_the_problem_is_reached(drawn_cases):
         # An odd chunk is rounded up where the ulysses axis cuts it in two.
         "chunk_len": {str(c.problem.chunk_len) for c in drawn_cases if c.problem.ulysses_parallelism == 1},
         "rows_per_shard": {str(case.problem.batch // case.problem.data_parallelism) for case in drawn_cases},
-        "heads": {f"{case.problem.num_query_heads}/{case.problem.num_kv_heads}" for case in drawn_cases},
+        "heads": {f"{case.problem.num_query_heads}/{case.problem.num_kv_heads}" for case in plain},
         "dtype": {case.problem.dtype for case in drawn_cases},
         "values": {case.values for case in drawn_cases},
     }
@@ -75,6 +79,16 @@ def test_windows_of_sizes_that_no_level_names_are_drawn(drawn_cases):
         return size is not None and size not in named
 
     assert sum(beside_every_level(case.problem) for case in drawn_cases) > EXAMPLES / 20, "any window at all"
+
+
+def test_remat_is_asked_where_strategies_that_exchange_heads_can_run(drawn_cases):
+    asked = [case for case in drawn_cases if CHECKS["remat"].asks_about(case)]
+    assert EXAMPLES / 16 < len(asked) < EXAMPLES / 4, "on purpose, but not on most: each is two programs more"
+    for strategy, ranks in (("ulysses", "context_parallelism"), ("usp", "ulysses_parallelism")):
+        target = load_target(f"conformance.targets.bundled:{strategy}")
+        suited = [case for case in asked if target.supports(case.problem) is None and getattr(case.problem, ranks) > 1]
+        assert len(suited) > EXAMPLES / 50, f"{strategy} can run them, on several ranks"
+        assert {case.problem.layout for case in suited} == {"contiguous", "dual_chunk_swap", "striped"}, strategy
 
 
 @pytest.mark.parametrize("num_devices", [1, 8])
