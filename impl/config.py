@@ -17,7 +17,7 @@ LOCAL_STRATEGIES = ("halo", *GLOBAL_STRATEGIES)
 LOAD_BALANCED_LAYOUTS = ("dual_chunk_swap", "striped")
 AXIS_NAMES = ("context_axis", "data_axis", "tensor_axis", "ulysses_axis")
 LOCAL_KERNELS = ("xla", "splash", "pallas_halo")
-HALO_TRANSFERS = ("permute", "remote_copy")
+HALO_TRANSFERS = ("permute", "remote_copy", "remote_copy_or_permute")
 
 
 class AttentionType(enum.Enum):
@@ -39,8 +39,8 @@ class AttentionConfig:
         keys before and after the query, None = unbounded.
     attn_logits_soft_cap: logits become `cap · tanh(logits / cap)`. scale: of the logits, None = 1/sqrt(head_dim).
     local_kernel: "" chooses by the platform of the mesh's devices.
-    halo_transfer: how the kernel pallas_halo gets its halo: by XLA's collective "permute", or, where it can
-        (halo_fetch.py), by a "remote_copy" of its own.
+    halo_transfer: how the kernel pallas_halo gets its halo: by XLA's collective "permute", or by a "remote_copy" of
+        its own, a `ValueError` for layers that cannot (halo_fetch.py); these get "remote_copy_or_permute" by permute.
     context_axis, data_axis, tensor_axis, ulysses_axis: names of mesh axes; a mesh may lack data and tensor. Where the
         global strategy is "usp" the sequence lies on (context, ulysses), in local layers too: these then exchange
         heads over the ulysses axis and run their own strategy over the context axis.
@@ -115,9 +115,9 @@ def _check_strategies(config: AttentionConfig) -> None:
         )
     one_of("local_kernel", config.local_kernel, ("", *LOCAL_KERNELS))
     one_of("halo_transfer", config.halo_transfer, HALO_TRANSFERS)
-    if config.halo_transfer == "remote_copy" and config.local_kernel != "pallas_halo":
+    if config.halo_transfer != "permute" and config.local_kernel != "pallas_halo":
         raise ValueError(
-            "halo_transfer 'remote_copy' is done by the kernel 'pallas_halo' alone, "
+            f"halo_transfer {config.halo_transfer!r} is done by the kernel 'pallas_halo' alone, "
             f"got local_kernel {config.local_kernel!r}"
         )
     for name in AXIS_NAMES:

@@ -40,7 +40,7 @@ def halo(operands: Operands, layer: Layer, mesh: Mesh) -> tuple[Array, Array]:
 def _strategy(layer: Layer) -> Strategy:
     if layer.kernel != "pallas_halo":
         return Strategy(_forward, _backward)
-    return halo_fetch.STRATEGY if layer.halo_transfer == "remote_copy" else halo_pallas.STRATEGY
+    return halo_pallas.STRATEGY if layer.halo_transfer == "permute" else halo_fetch.STRATEGY
 
 
 def plan_of(layer: Layer) -> HaloPlan:

@@ -31,7 +31,7 @@ Rows = TypeVar("Rows")
 
 
 def _forward(operands: Operands, layer: Layer) -> tuple[Array, Array, Received]:
-    send = functools.partial(exchange.exchange, plan=_plan(layer), axis_name=layer.context_axis)
+    send = functools.partial(exchange.exchange, plan=plan_of(layer), axis_name=layer.context_axis)
     ids, config = operands.segment_ids, layer.kernel_config
     received = Received(send(operands.key), send(operands.value), () if ids is None else send(ids))
     chunks = _chunks(operands, received, layer)
@@ -46,18 +46,18 @@ def _forward(operands: Operands, layer: Layer) -> tuple[Array, Array, Received]:
     for chunk, (boundary, _), result in zip(_chunks(operands, arrived, layer), calls, inner, strict=True):
         whole = band_forward(pallas_halo.band_operands(chunk, boundary), boundary, config, result)
         results.append(pallas_halo.forward_rows(whole, chunk))
-    out, lse = (_joined(parts) for parts in zip(*results, strict=True))
+    out, lse = (joined(parts) for parts in zip(*results, strict=True))
     # Not `received`: what the backward prepares of it could otherwise be waited for before the interior runs.
     return out, lse, arrived
 
 
 def _backward(operands: Operands, received: Received, cotangents: RowCotangents, layer: Layer) -> LocalGradients:
-    plan, config = _plan(layer), layer.kernel_config
+    plan, config = plan_of(layer), layer.kernel_config
     chunks = _chunks(operands, received, layer)
     calls = _calls(chunks, layer)
     rows = [
         pallas_halo.band_cotangents(chunk_cotangents, boundary)
-        for chunk_cotangents, (boundary, _) in zip(_slots(cotangents, plan), calls, strict=True)
+        for chunk_cotangents, (boundary, _) in zip(slots_of(cotangents, plan), calls, strict=True)
     ]
     final_dtype = accumulation_dtype(operands.key.dtype) if summed_later(layer) else operands.key.dtype
     # The boundary's kernels run first, so that the gradients of its halo travel home while the interior's run.
@@ -82,13 +82,13 @@ def _backward(operands: Operands, received: Received, cotangents: RowCotangents,
         for *parts, keys, share, home in zip(*own, operands[1:3], own_share, arrived, strict=True)
     )
     queries = [pallas_halo.query_gradient(result, chunk) for result, chunk in zip(results, chunks, strict=True)]
-    return LocalGradients(_joined(queries), dkey, dvalue, sink_gradient_of(operands, cotangents))
+    return LocalGradients(joined(queries), dkey, dvalue, sink_gradient_of(operands, cotangents))
 
 
 STRATEGY = Strategy(_forward, _backward, adds_out=True)
 
 
-def _plan(layer: Layer) -> HaloPlan:
+def plan_of(layer: Layer) -> HaloPlan:
     return exchange.halo_plan(layer.layout, layer.context_parallelism, layer.seq_len, layer.kernel_config.window)
 
 
@@ -115,10 +115,10 @@ def blocks_of(chunk: ChunkRows, layer: Layer) -> Blocks:
 
 def _chunks(operands: Operands, received: Received, layer: Layer) -> list[ChunkRows]:
     """Each of a rank's chunks beside its halo."""
-    plan, rank = _plan(layer), lax.axis_index(layer.context_axis)
+    plan, rank = plan_of(layer), lax.axis_index(layer.context_axis)
     ids = operands.segment_ids
     whole = (operands.query, *(_expanded(rows, layer) for rows in (operands.key, operands.value)))
-    own = _slots(whole, plan)
+    own = slots_of(whole, plan)
     halos = [_halos(own, rows, layer) for own, rows in zip(operands[1:3], received[:2], strict=True)]
     slots = range(len(plan.key_runs))
     return [
@@ -126,7 +126,7 @@ def _chunks(operands: Operands, received: Received, layer: Layer) -> list[ChunkR
             *own[slot],
             *(rows[slot] for rows in halos),
             first_position=exchange.chunk_positions(plan, slot, rank)[0],
-            segment_ids=None if ids is None else _slots(ids, plan)[slot],
+            segment_ids=None if ids is None else slots_of(ids, plan)[slot],
             halo_segment_ids=None if ids is None else exchange.halos(ids, received.segment_ids, plan, rank)[slot],
             sinks=operands.sinks,
         )
@@ -136,7 +136,7 @@ def _chunks(operands: Operands, received: Received, layer: Layer) -> list[ChunkR
 
 def _halos(own: Array, received: Sequence[Array], layer: Layer) -> Sequence[Array]:
     """The halo of each chunk, with the kernel's kv heads; linear in both."""
-    halos = exchange.halos(own, received, _plan(layer), lax.axis_index(layer.context_axis))
+    halos = exchange.halos(own, received, plan_of(layer), lax.axis_index(layer.context_axis))
     return [_expanded(rows, layer) for rows in halos]
 
 
@@ -144,7 +144,7 @@ def _sent_home(
     halo_gradients: Sequence[tuple[Array, Array]], operands: Operands, received: Received, layer: Layer
 ) -> tuple[list[Array], list[Sequence[Array]]]:
     """Of key and value: what halos owe the rank's own rows, and what other ranks owe them, arriving."""
-    send_home = functools.partial(exchange.send_home, plan=_plan(layer), axis_name=layer.context_axis)
+    send_home = functools.partial(exchange.send_home, plan=plan_of(layer), axis_name=layer.context_axis)
     own_shares, arrived = [], []
     for index, (own, rows) in enumerate(((operands.key, received.key), (operands.value, received.value))):
         avals = jax.tree.map(
@@ -169,7 +169,7 @@ def whole_key_gradient(
     """All chunks' gradients of their keys, and `owed` to them. Nothing is owed to rows before a chunk's tail, so that
     these, nearly all, are not touched again."""
     gradients = []
-    for part, (share, own) in zip(parts, _slots((owed, selected), _plan(layer)), strict=True):
+    for part, (share, own) in zip(parts, slots_of((owed, selected), plan_of(layer)), strict=True):
         first = share.shape[1] - part.tail.shape[1]
         tail = _collapsed(part.tail, own[:, first:], layer) + share[:, first:]
         if part.final is None:
@@ -177,7 +177,7 @@ def whole_key_gradient(
         else:
             final = _collapsed(part.final, own, layer)
             gradients.append(lax.dynamic_update_slice_in_dim(final, tail.astype(final.dtype), first, axis=1))
-    return _joined(gradients)
+    return joined(gradients)
 
 
 def sink_gradient_of(operands: Operands, cotangents: RowCotangents) -> Array | None:
@@ -203,13 +203,13 @@ def _collapsed(gradient: Array, selected: Array, layer: Layer) -> Array:
     return collapsed
 
 
-def _slots(rows: Rows, plan: HaloPlan) -> list[Rows]:
+def slots_of(rows: Rows, plan: HaloPlan) -> list[Rows]:
     """Arrays of a rank's rows, chunk by chunk."""
     count = len(plan.key_runs)
     parts = jax.tree.map(lambda array: jnp.split(array, count, axis=1), rows)
     return jax.tree.transpose(jax.tree.structure(rows), jax.tree.structure([0] * count), parts)
 
 
-def _joined(parts: Sequence[Array]) -> Array:
+def joined(parts: Sequence[Array]) -> Array:
     """The chunks' rows in the rank's order."""
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)

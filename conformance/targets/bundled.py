@@ -1,7 +1,7 @@
 """The bundled implementations as targets: `conformance.targets.bundled:halo`, and all_gather, ring, ulysses, usp.
 
 Each also with JAX's splash attention as its local kernel, halo_splash and so on, and halo_pallas with our own Pallas
-kernels, which fetch the halo themselves in halo_pallas_remote_copy: interpreted, and slow, where there is no TPU.
+kernels, which fetch the halo themselves, where they can, in halo_pallas_remote_copy: interpreted, and slow, where there is no TPU.
 May touch: impl. Tests: tests/conformance/test_targets.py.
 """
 
@@ -41,7 +41,7 @@ class _Bundled:
     def name(self) -> str:
         """The strategy, and the local kernel and the halo's transfer where these are not what suits the platform."""
         kernel = self.local_kernel.removesuffix("_halo")
-        transfer = "" if self.halo_transfer == "permute" else self.halo_transfer
+        transfer = "" if self.halo_transfer == "permute" else self.halo_transfer.removesuffix("_or_permute")
         return "_".join(filter(None, (self.communication, kernel, transfer)))
 
     @property
@@ -147,7 +147,7 @@ ring = _Bundled("ring")
 ulysses = _Bundled("ulysses")
 usp = _Bundled("usp")
 halo_pallas = _Bundled("halo", "pallas_halo")
-halo_pallas_remote_copy = _Bundled("halo", "pallas_halo", "remote_copy")
+halo_pallas_remote_copy = _Bundled("halo", "pallas_halo", "remote_copy_or_permute")
 halo_splash = _Bundled("halo", "splash")
 all_gather_splash = _Bundled("all_gather", "splash")
 ring_splash = _Bundled("ring", "splash")

@@ -46,7 +46,8 @@ class Cargo(NamedTuple):
     """What a call takes along: rows `first … first + sent − 1` of each array, of every head.
 
     They arrive as the last rows of as many arrays of `length` rows. With `filled`, this rank's own rows stand where
-    nothing arrives, so that a kernel may multiply them by zero; otherwise such rows are undefined.
+    nothing arrives, so that a kernel may multiply them by zero; otherwise such rows are undefined. Where nobody sends
+    to a rank these are the same rows of `instead`, arrays of `arrays`' shapes, or of `arrays` themselves.
     """
 
     arrays: tuple[Shaped[Array, "heads rows dim"], ...]
@@ -55,6 +56,7 @@ class Cargo(NamedTuple):
     length: int
     filled: bool
     route: Route
+    instead: tuple[Shaped[Array, "heads rows dim"], ...] | None = None
 
 
 def call_with_cargo(
@@ -77,13 +79,14 @@ def call_with_cargo(
     kinds, num_results = len(cargo.arrays), len(out_shape)
     semaphores: Any = pltpu.SemaphoreType.DMA((len(_Semaphores._fields), kinds))
     scratch: Any = grid_spec.scratch_shapes
-    counts = (len(operands), kinds, num_results)
+    sources = (*cargo.arrays, *(cargo.instead or ()))
+    counts = (len(operands), len(sources), num_results)
     results = pl.pallas_call(
         lambda *refs: _with_transfer(kernel, cargo, counts, refs),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=grid_spec.num_scalar_prefetch,
             grid=grid_spec.grid,
-            in_specs=[*grid_spec.in_specs, pl.BlockSpec(memory_space=pltpu.SMEM), *[HBM] * kinds],
+            in_specs=[*grid_spec.in_specs, pl.BlockSpec(memory_space=pltpu.SMEM), *[HBM] * len(sources)],
             out_specs=[*grid_spec.out_specs, *[HBM] * kinds],
             scratch_shapes=[*scratch, semaphores],
         ),
@@ -100,7 +103,7 @@ def call_with_cargo(
         # Plain interpretation knows no other device.
         interpret=pltpu.InterpretParams() if interpret is True else interpret,
         **options,
-    )(*operands, cargo.route.ends(), *cargo.arrays)
+    )(*operands, cargo.route.ends(), *sources)
     return results[:num_results], tuple(results[num_results:])
 
 
@@ -121,6 +124,7 @@ class _Transfer(NamedTuple):
 
     cargo: Cargo
     sources: Sequence[Any]
+    instead: Sequence[Any]
     targets: Sequence[Any]
     semaphores: Any
     receiver: Any
@@ -131,12 +135,13 @@ def _with_transfer(
     kernel: Callable[..., None], cargo: Cargo, counts: tuple[int, int, int], refs: Sequence[Any]
 ) -> None:
     rest = iter(refs)
-    num_operands, kinds, num_results = counts
+    num_operands, num_sources, num_results = counts
+    kinds = len(cargo.arrays)
     operands = _take(rest, num_operands)
-    ends, sources = next(rest), _take(rest, kinds)
+    ends, sources, instead = next(rest), _take(rest, kinds), _take(rest, num_sources - kinds)
     results, targets = _take(rest, num_results), _take(rest, kinds)
     *scratch, semaphores = rest
-    transfer = _Transfer(cargo, sources, targets, semaphores, ends[0], ends[1])
+    transfer = _Transfer(cargo, sources, instead or sources, targets, semaphores, ends[0], ends[1])
     step = pl.program_id(0)
     pl.when(step == 0)(lambda: _begin(transfer))
     kernel(*operands, *results, *scratch)
@@ -205,18 +210,21 @@ def _fillings(transfer: _Transfer) -> Iterator[Any]:
     cargo = transfer.cargo
     before = cargo.length - cargo.sent
     if cargo.filled and before:
-        yield from _own_rows(transfer, 0, 0, before, _SEMAPHORES.filled)
+        yield from _own_rows(transfer, transfer.sources, 0, 0, before, _SEMAPHORES.filled)
 
 
 def _stand_ins(transfer: _Transfer) -> Iterator[Any]:
     """Own rows in the place of those that nobody sends."""
     cargo = transfer.cargo
     if cargo.filled:
-        yield from _own_rows(transfer, cargo.first, cargo.length - cargo.sent, cargo.sent, _SEMAPHORES.stood_in)
+        into = cargo.length - cargo.sent
+        yield from _own_rows(transfer, transfer.instead, cargo.first, into, cargo.sent, _SEMAPHORES.stood_in)
 
 
-def _own_rows(transfer: _Transfer, first: int, into: int, count: int, semaphore: int) -> Iterator[Any]:
-    for kind, (source, target) in enumerate(zip(transfer.sources, transfer.targets, strict=True)):
+def _own_rows(
+    transfer: _Transfer, sources: Sequence[Any], first: int, into: int, count: int, semaphore: int
+) -> Iterator[Any]:
+    for kind, (source, target) in enumerate(zip(sources, transfer.targets, strict=True)):
         yield pltpu.make_async_copy(
             source.at[:, pl.ds(first, count)], target.at[:, pl.ds(into, count)], transfer.semaphores.at[semaphore, kind]
         )

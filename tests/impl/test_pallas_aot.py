@@ -5,6 +5,7 @@ libtpu reads the environment once.
 """
 
 import importlib.util
+import itertools
 import json
 import os
 import subprocess
@@ -68,8 +69,8 @@ print(json.dumps(results))
 
 @pytest.mark.parametrize(
     ("load_balance", "transfer"),
-    [(False, "permute"), (True, "permute"), (False, "remote_copy")],
-    ids=["contiguous", "dual_chunk_swap", "contiguous by remote copy"],
+    list(itertools.product((False, True), ("permute", "remote_copy_or_permute"))),
+    ids=[f"{layout}{how}" for layout in ("contiguous", "dual_chunk_swap") for how in ("", " by remote copy")],
 )
 @pytest.mark.parametrize("generation", GENERATIONS)
 def test_every_generation_compiles_forward_and_backward(generation, load_balance, transfer) -> None:
@@ -95,6 +96,6 @@ def test_every_generation_compiles_forward_and_backward(generation, load_balance
     assert len(results) == 8, "four head_dims, with and without ids, sinks and soft cap"
     for layer, kernels in results.items():
         # A remote copy moves whole lanes, and never segment ids.
-        by_copy = transfer == "remote_copy" and layer in ("head_dim 128, plain", "head_dim 256, plain")
+        by_copy = transfer != "permute" and layer in ("head_dim 128, plain", "head_dim 256, plain")
         expected = {"pallas_halo_forward": True, "pallas_halo_backward": True, "collective-permute": not by_copy}
         assert kernels == expected, f"{layer} on {topology}: both kernels, and what moves the halo, got {kernels}"

@@ -1,24 +1,21 @@
-"""A kernel that sends rows to another rank computes what it did, and the rows arrive; the halo strategy on top of it
-gives the very bits that `ppermute` gives. Interpreted on simulated devices, copies carried out early and late.
+"""A kernel that sends rows to another rank computes what it did, and the rows arrive. Interpreted on simulated devices,
+copies carried out early and late. The halo strategy on top of it: test_halo_fetch.py.
 """
 
 import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-import impl
 from conformance.races.program import CALLS, watched
 from conformance.races.skew import Skew
 from impl.kernels import pallas_fetch
 from impl.kernels.pallas_fetch import Cargo, Route, call_with_cargo
-from impl.kernels.pallas_fit import Blocks
 
 RANKS, HEADS, ROWS, DIM = 3, 2, 32, 4
 FORWARD, HOME = ((0, 1), (1, 2)), ((1, 0), (2, 1))
@@ -127,94 +124,3 @@ def test_the_race_check_is_silent_and_sees_each_step_that_is_left_out(mistake, m
         assert len(results) == 2 * CALLS, "every call in both modes"
         for name, arrived in results.items():
             np.testing.assert_array_equal(arrived, tails + int(name.split()[2][0]), err_msg=name)
-
-
-def layer_step(transfer, *, window=7, layout="contiguous", cap=None):
-    """out, lse and gradients of a layer as one function of its arrays."""
-    config = impl.AttentionConfig(
-        local_context_parallel_strategy="halo",
-        local_kernel="pallas_halo",
-        halo_transfer=transfer,
-        window=(window, 0),
-        attn_logits_soft_cap=cap,
-        context_parallel_load_balance=layout != "contiguous",
-    )
-
-    def step(query, key, value, dout, segment_ids=None, sinks=None):
-        def attention(query, key, value, sinks):
-            return impl.attention(
-                query,
-                key,
-                value,
-                mesh=mesh(),
-                config=config,
-                attention_type=impl.AttentionType.LOCAL_SLIDING,
-                segment_ids=segment_ids,
-                sinks=sinks,
-                return_lse=True,
-            )
-
-        (out, lse), vjp = jax.vjp(attention, query, key, value, sinks)
-        return {"out": out, "lse": lse, "gradients": vjp((dout, jnp.cos(lse)))}
-
-    return step
-
-
-def layer_arrays(*, seq_len=96, num_kv_heads=1, dtype=jnp.float32, everything=False):
-    random = np.random.default_rng(1)
-    heads_and_dims = ((2, 8), (num_kv_heads, 8), (num_kv_heads, 4), (2, 4))
-    arrays = [placed(jnp.asarray(random.standard_normal((1, seq_len, *shape)), dtype)) for shape in heads_and_dims]
-    if everything:
-        arrays.append(placed(jnp.asarray(np.repeat([[4, 1, 4, 0]], seq_len // 4, axis=1), jnp.int32)))
-        arrays.append(placed(jnp.asarray(random.standard_normal(2), jnp.float32), None))
-    return arrays
-
-
-@pytest.mark.parametrize(
-    ("mode", "fields", "arrays"),
-    [
-        ("on_wait", {}, {}),
-        pytest.param("eager", {"window": 10}, {}, marks=pytest.mark.slow),
-        pytest.param("eager", {"cap": 2.0}, {"everything": True}, marks=pytest.mark.slow),
-        pytest.param("on_wait", {"window": 15}, {"dtype": jnp.bfloat16, "num_kv_heads": 2}, marks=pytest.mark.slow),
-    ],
-    ids=["plain", "rows off the eights", "ids, sinks and cap", "bfloat16"],
-)
-def test_the_halo_by_remote_copy_gives_the_bits_that_a_permute_gives(mode, fields, arrays, monkeypatch) -> None:
-    monkeypatch.setattr(Blocks, "fitting", lambda *_: Blocks(8, 8))
-    given = layer_arrays(**arrays)
-    by_copy, by_permute = (
-        compiled(layer_step(transfer, **fields), *given, mode=mode) for transfer in ("remote_copy", "permute")
-    )
-    jax.tree.map(lambda one, two: np.testing.assert_array_equal(one, two), by_copy, by_permute)
-
-
-@pytest.mark.parametrize(
-    ("fields", "arrays", "travels"),
-    [
-        ({}, {}, "remote_copy"),
-        ({"window": 0}, {}, "nothing"),
-        ({"window": 40}, {}, "permute"),
-        ({"window": 20}, {}, "permute"),
-        ({}, {"seq_len": 60}, "permute"),
-        ({"layout": "dual_chunk_swap"}, {"seq_len": 192}, "permute"),
-    ],
-    ids=["one hop", "no halo", "two hops", "no interior to hide behind", "chunk off the eights", "two chunks"],
-)
-def test_rows_travel_by_permute_where_a_remote_copy_is_not_for_them(fields, arrays, travels) -> None:
-    program = str(jax.jit(layer_step("remote_copy", **fields)).trace(*layer_arrays(**arrays)).jaxpr)
-    expected = {"remote_copy": (True, False), "permute": (False, True), "nothing": (False, False)}[travels]
-    assert ("get_barrier_semaphore" in program, "ppermute" in program) == expected, f"expected {travels}"
-
-
-def test_a_transfer_that_the_kernel_does_not_do_is_refused() -> None:
-    refused: tuple[tuple[dict[str, Any], str], ...] = (
-        ({"halo_transfer": "remote_copy", "local_kernel": "xla"}, "local_kernel 'xla'"),
-        ({"halo_transfer": "telepathy"}, "halo_transfer must be one of 'permute', 'remote_copy', got 'telepathy'"),
-    )
-    for fields, rule in refused:
-        config = impl.AttentionConfig(local_context_parallel_strategy="halo", sliding_window_size=8, **fields)
-        with pytest.raises(ValueError, match=rule):
-            impl.attention(
-                *layer_arrays()[:3], mesh=mesh(), config=config, attention_type=impl.AttentionType.LOCAL_SLIDING
-            )
