@@ -97,7 +97,7 @@ def _forward(operands: Operands, layer: Layer) -> tuple[Array, Array, Received]:
     chunks = _chunks(operands, Received(segment_ids=travelling), transfer.plan, layer)
     own = [pallas_halo.band_operands(chunk, transfer.interior) for chunk in chunks]
     inner = [
-        band_forward(rows, transfer.interior, config, cargo=_rows_of_halo(own, slot, transfer, layer))
+        band_forward(rows, transfer.interior, config, cargo=_rows_of_halo(own, slot, operands, transfer, layer))
         for slot, rows in enumerate(own)
     ]
     # Kept as the kernels read them: heads first, in whole blocks.
@@ -140,7 +140,7 @@ def _backward(operands: Operands, received: Received, cotangents: RowCotangents,
             config,
             final_dtype,
             result,
-            _gradients_of_halo(result, slot, transfer, layer),
+            _gradients_of_halo(result, slot, operands, transfer, layer),
         )
         for slot, (chunk, chunk_rows, result) in enumerate(zip(chunks, rows, outer, strict=True))
     ]
@@ -179,31 +179,41 @@ def _blocks(chunk: ChunkRows, layer: Layer) -> Blocks:
     return Blocks(tile, tile)
 
 
-def _rows_of_halo(own: Sequence[BandOperands], slot: int, transfer: Transfer, layer: Layer) -> Cargo:
+def _rows_of_halo(
+    own: Sequence[BandOperands], slot: int, operands: Operands, transfer: Transfer, layer: Layer
+) -> Cargo:
     """The halo of the chunk in a slot: the last rows of the chunk that its sender holds in the same slot."""
+    rows = [_without_filling(operands, chunk.key, chunk.value) for chunk in own]
     instead = _source_of_own(transfer.plan, slot)
     return Cargo(
-        (own[slot].key, own[slot].value),
+        rows[slot],
         first=transfer.plan.chunk - transfer.sent,
         sent=transfer.sent,
         length=transfer.halo_length,
         filled=True,
         route=_route(transfer.plan, slot, layer),
-        instead=None if instead is None else (own[instead.slot].key, own[instead.slot].value),
+        instead=None if instead is None else rows[instead.slot],
     )
 
 
-def _gradients_of_halo(result: BackwardResult, slot: int, transfer: Transfer, layer: Layer) -> Cargo:
+def _gradients_of_halo(
+    result: BackwardResult, slot: int, operands: Operands, transfer: Transfer, layer: Layer
+) -> Cargo:
     assert result.dhalo_key is not None, "a boundary sees the halo"
     assert result.dhalo_value is not None, "a boundary sees the halo"
     return Cargo(
-        (result.dhalo_key, result.dhalo_value),
+        _without_filling(operands, result.dhalo_key, result.dhalo_value),
         first=transfer.halo_length - transfer.sent,
         sent=transfer.sent,
         length=transfer.sent,
         filled=False,
         route=_route(transfer.plan, slot, layer, home=True),
     )
+
+
+def _without_filling(operands: Operands, key: Array, value: Array) -> tuple[Array, Array]:
+    """Rows without the zeros that fill lanes, which only interpreted kernels may have here: they must not travel."""
+    return key[..., : operands.key.shape[3]], value[..., : operands.value.shape[3]]
 
 
 def _route(plan: HaloPlan, slot: int, layer: Layer, *, home: bool = False) -> Route:
@@ -249,7 +259,8 @@ def _chunks(operands: Operands, received: Received, plan: HaloPlan, layer: Layer
 
 
 def _boundary_operands(chunk: ChunkRows, received: Received, slot: int, transfer: Transfer) -> BandOperands:
-    key, value = (rows.reshape(-1, *rows.shape[2:]) for rows in (received.key[slot], received.value[slot]))
+    halos = (received.key[slot], received.value[slot])
+    key, value = (rows.reshape(-1, *rows.shape[2:]) for rows in map(pallas_halo.in_lanes, halos))
     return pallas_halo.band_operands(chunk, transfer.boundary)._replace(halo_key=key, halo_value=value)
 
 

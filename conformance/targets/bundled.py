@@ -1,7 +1,8 @@
 """The bundled implementations as targets: `conformance.targets.bundled:halo`, and all_gather, ring, ulysses, usp.
 
 Each also with JAX's splash attention as its local kernel, halo_splash and so on, and halo_pallas with our own Pallas
-kernels, which fetch the halo themselves, where they can, in halo_pallas_remote_copy: interpreted, and slow, where there is no TPU.
+kernels, which in halo_pallas_remote_copy fetch the halo themselves where they can: interpreted, and slow, where there
+is no TPU.
 May touch: impl. Tests: tests/conformance/test_targets.py.
 """
 

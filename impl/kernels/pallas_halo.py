@@ -84,13 +84,13 @@ def band_operands(chunk: ChunkRows, band: Band) -> BandOperands:
     after = -rows % band.block
     before = band.blocks_before * band.block
     halo = before > 0 and band.first_block == 0
-    query = heads_first(_in_lanes(chunk.query), 0, after)
+    query = heads_first(in_lanes(chunk.query), 0, after)
     return BandOperands(
         query=query.reshape(band.heads, band.group, *query.shape[1:]),
-        key=heads_first(_in_lanes(chunk.key), 0, after),
-        value=heads_first(_in_lanes(chunk.value), 0, after),
-        halo_key=heads_first(_in_lanes(chunk.halo_key), before - halo_rows, 0) if halo else None,
-        halo_value=heads_first(_in_lanes(chunk.halo_value), before - halo_rows, 0) if halo else None,
+        key=heads_first(in_lanes(chunk.key), 0, after),
+        value=heads_first(in_lanes(chunk.value), 0, after),
+        halo_key=heads_first(in_lanes(chunk.halo_key), before - halo_rows, 0) if halo else None,
+        halo_value=heads_first(in_lanes(chunk.halo_value), before - halo_rows, 0) if halo else None,
         lowest=jnp.maximum(-halo_rows, -chunk.first_position).astype(jnp.int32)[None],
         segment_ids=_tiles_of_ids(chunk, band, halo),
         sinks=chunk.sinks,
@@ -106,10 +106,10 @@ def band_cotangents(rows: RowCotangents, band: Band) -> BandCotangents:
         return moved.reshape(band.heads, band.group, *moved.shape[1:])
 
     return BandCotangents(
-        dout=grouped(_in_lanes(rows.dout)),
+        dout=grouped(in_lanes(rows.dout)),
         lse=grouped(jnp.where(jnp.isneginf(rows.lse), NO_ROW_LSE, rows.lse), NO_ROW_LSE),
         delta=grouped(rows.delta),
-        out=None if rows.out is None else grouped(_in_lanes(rows.out)),
+        out=None if rows.out is None else grouped(in_lanes(rows.out)),
     )
 
 
@@ -182,7 +182,7 @@ def _tiles_of_ids(chunk: ChunkRows, band: Band, halo: bool) -> Int32[Array, "bat
     return jnp.pad(ids, ((0, 0), (before, after))).reshape(batch, -1, 1, band.tile)
 
 
-def _in_lanes(rows: Float[Array, "batch rows heads dim"]) -> Float[Array, "batch rows heads padded_dim"]:
+def in_lanes(rows: Float[Array, "batch _ _ dim"]) -> Float[Array, "batch _ _ padded_dim"]:
     """Zeros up to whole lanes, since a kernel's own DMAs fetch whole lanes; in a TPU's memory they are there anyway."""
     missing = -rows.shape[3] % LANES
     return jnp.pad(rows, ((0, 0), (0, 0), (0, 0), (0, missing))) if missing else rows
