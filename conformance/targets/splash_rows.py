@@ -7,15 +7,13 @@ Tests: tests/conformance/test_targets.py.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from conformance.problem import Problem
-from conformance.targets.gathered import Rows, in_window
+from conformance.targets.gathered import in_window
 
 BLOCK = 128
 """Rows of a block: the fewest that both libraries take."""
@@ -37,14 +35,6 @@ def scaled_query(query: jax.Array, problem: Problem) -> jax.Array:
     """The query times the scale, in the query's dtype: splash attention knows no scale."""
     scale = 1 / math.sqrt(problem.head_dim) if problem.scale is None else problem.scale
     return query * jnp.asarray(scale, query.dtype)
-
-
-def run_kernel(kernel: Any, segment_ids: Callable[..., Any], rows: Rows, problem: Problem) -> jax.Array:
-    """One rank's out by a splash kernel; `segment_ids` is the library's own tuple of ids."""
-    ids = segment_ids(q=padded_rows(rows.query_ids, axis=1), kv=padded_rows(rows.key_ids, axis=1))
-    arrays = (scaled_query(head_major(rows.query), problem), head_major(rows.key), head_major(rows.value))
-    out = jax.vmap(lambda *row: kernel(*row, sinks=rows.sinks))(*arrays, ids)
-    return jnp.swapaxes(out, 1, 2)[:, : rows.query.shape[1]]
 
 
 def padded_window(problem: Problem, *, pad_each_rank_of_keys: bool) -> np.ndarray:

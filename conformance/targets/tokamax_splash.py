@@ -19,14 +19,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 from conformance.problem import Problem
 from conformance.targets.gathered import (
     Kernel,
-    Rows,
-    attention_on_gathered_keys,
     declined_problem,
     ids_that_tell_padding_apart,
     require_ids_of_rows,
     sequence_axes,
 )
-from conformance.targets.splash_rows import BLOCK, head_major, padded_rows, padded_window, run_kernel, scaled_query
+from conformance.targets.gathered_splash import GatheredSplash
+from conformance.targets.splash_rows import BLOCK, head_major, padded_rows, padded_window, scaled_query
 
 # By name: tokamax is an extra, and these modules are not part of its public face.
 _KERNELS = "tokamax._src.ops.experimental.tpu.splash_attention"
@@ -36,37 +35,6 @@ base, ring_attention_kernel, splash, splash_mask = (
 )
 
 _BLOCKS = ("block_q", "block_kv", "block_kv_compute", "block_q_dkv", "block_kv_dkv", "block_kv_dkv_compute")
-
-
-@dataclass(frozen=True)
-class _SplashAttention:
-    """`make_splash_mha` on gathered keys."""
-
-    name: str = "tokamax_splash"
-    communication: str = "all_gather"
-    precision: Mapping[str, bool] = field(default_factory=lambda: {"prescaled_query": True, "rounded_partials": True})
-
-    def supports(self, problem: Problem) -> str | None:
-        """The reason to decline."""
-        return declined_problem(problem)
-
-    def attention(
-        self, query: jax.Array, key: jax.Array, value: jax.Array, *, problem: Problem, mesh: Any, **context: Any
-    ) -> jax.Array:
-        """out, by the target contract."""
-
-        def attend(rows: Rows, kernel: Any) -> jax.Array:
-            return run_kernel(kernel, base.SegmentIds, rows, problem)
-
-        kernel = splash.make_splash_mha(
-            splash_mask.NumpyMask(padded_window(problem, pad_each_rank_of_keys=False)),
-            config=_config(problem, mesh),
-            q_seq_shards=problem.context_parallelism * problem.ulysses_parallelism,
-        )
-        spec = kernel.manual_sharding_spec(NamedSharding(mesh, PartitionSpec(sequence_axes(problem))))
-        return attention_on_gathered_keys(
-            query, key, value, problem=problem, mesh=mesh, attend=attend, kernel=Kernel(kernel, spec), **context
-        )
 
 
 @dataclass(frozen=True)
@@ -131,6 +99,16 @@ class _RingAttention:
         )(kernel.placed(mesh), query, key, value, segment_ids)
 
 
+def _splash_kernel(problem: Problem, mesh: jax.sharding.Mesh) -> Kernel:
+    """The kernel with its mask, and where each part of the mask lies."""
+    kernel = splash.make_splash_mha(
+        splash_mask.NumpyMask(padded_window(problem, pad_each_rank_of_keys=False)),
+        config=_config(problem, mesh),
+        q_seq_shards=problem.context_parallelism * problem.ulysses_parallelism,
+    )
+    return Kernel(kernel, kernel.manual_sharding_spec(NamedSharding(mesh, PartitionSpec(sequence_axes(problem)))))
+
+
 def _config(problem: Problem, mesh: jax.sharding.Mesh) -> Any:
     """Blocks of the smallest size; natural exponentials, as tokamax's own tests of the ring set them."""
     return splash.SplashConfig(
@@ -141,5 +119,5 @@ def _config(problem: Problem, mesh: jax.sharding.Mesh) -> Any:
     )
 
 
-splash_attention = _SplashAttention()
+splash_attention = GatheredSplash("tokamax_splash", _splash_kernel, base.SegmentIds)
 ring_attention = _RingAttention()
