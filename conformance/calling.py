@@ -1,7 +1,7 @@
 """One call of a target as its contract says, and the function of the arrays of a problem that a program is made of.
 
 What a target returns is held to the contract while it is traced. May touch: JAX and the target.
-Tests: tests/conformance/test_execution.py.
+Tests: tests/conformance/execution/.
 """
 
 from __future__ import annotations
