@@ -1,7 +1,7 @@
 """One call of a target as its contract says, and the function of the arrays of a problem that a program is made of.
 
 What a target returns is held to the contract while it is traced. May touch: JAX and the target.
-Tests: tests/conformance/execution/.
+Tests: tests/conformance/execution/test_*.py.
 """
 
 from __future__ import annotations

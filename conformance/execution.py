@@ -2,7 +2,7 @@
 
 The program holds the primal call, the VJP's own forward and the gradients, for `attention` and, where the target has
 it, `attention_with_lse`: under `jax.custom_vjp` these are different code, and all of it is looked at.
-May touch: JAX and the target; never the oracle's answer. Tests: tests/conformance/execution/.
+May touch: JAX and the target; never the oracle's answer. Tests: tests/conformance/execution/test_*.py.
 """
 
 from __future__ import annotations

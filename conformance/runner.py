@@ -1,6 +1,6 @@
 """The main job: every target on every case of the list, and for each kind of finding the smallest case that shows it.
 
-May touch: sessions, the clock; never JAX. Tests: tests/conformance/runner/.
+May touch: sessions, the clock; never JAX. Tests: tests/conformance/runner/test_*.py.
 """
 
 from __future__ import annotations
