@@ -15,6 +15,7 @@ from typing import Any
 import jax
 
 from conformance.hlo import collectives_of
+from conformance.kernel_copies import kernel_copies
 from conformance.narrow_sums import narrow_sums
 from conformance.traced import Reached, inner_jaxprs, is_variable, phase_of, reached
 
@@ -47,8 +48,7 @@ def program_facts(traced: Any, compiled: Any, cotangents: Sequence[bool]) -> dic
     """What `jax.jit(f).trace(…)` and its `.lower().compile()` say of a program; `cotangents` as in `narrow_sums`.
 
     `compiled`: hlo.Collective as mappings, with their `phase`; `traced`: likewise of primitives, with mesh `axes`;
-    `narrow_sums`: (tensor, how) of each gradient that is made of one; `remote_copies`: kernels' own copies to other
-    devices, of which nothing more is known.
+    `narrow_sums`: (tensor, how) of each gradient that is made of one; `remote_copies`: as in `kernel_copies`.
     """
     equations = reached(traced.jaxpr)
     in_hlo = [
@@ -59,7 +59,7 @@ def program_facts(traced: Any, compiled: Any, cotangents: Sequence[bool]) -> dic
         "compiled": in_hlo,
         "traced": [_collective(at) for at in equations if at.equation.primitive.name in _KINDS],
         "narrow_sums": _narrow_sums_by_tensor(traced, cotangents),
-        "remote_copies": sum(is_remote_copy(at.equation) for at in equations),
+        "remote_copies": kernel_copies(traced.jaxpr),
     }
 
 
@@ -117,14 +117,6 @@ def matmul_flops(equations: Iterable[Reached]) -> int:
             depth = math.prod(shape[axis] for axis in contracting)
             total += (at.trips or 1) * 2 * depth * _elements(at.equation.outvars[0])
     return total
-
-
-def is_remote_copy(equation: Any) -> bool:
-    """A kernel's DMA that names another device: `dma_start` keeps its operands as a tree whose last leaf is that."""
-    if equation.primitive.name != "dma_start":
-        return False
-    operands = jax.tree.unflatten(equation.params["tree"], equation.invars)
-    return operands[-1] is not None
 
 
 def _narrow_sums_by_tensor(traced: Any, cotangents: Sequence[bool]) -> list[list[str]]:

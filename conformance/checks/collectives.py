@@ -1,8 +1,9 @@
 """Does the target send what its strategy may send, and nothing else: kinds, mesh axes, bytes, forward and backward?
 
-A target that claims no `communication` is not judged, and never conforms; nor does one whose own kernels send, of which
-what else it sends can still be a finding. Gradients that are summed across ranks in less than float32 are one, too.
-May touch: evidence, findings, wire_plan. Tests: tests/conformance/test_checks_collectives.py.
+A target that claims no `communication` is not judged, and never conforms; nor does one whose own kernels send nobody
+knows how much, of which what else it sends can still be a finding. Gradients that are summed across ranks in less than
+float32 are one, too. May touch: evidence, findings, wire_plan, copied. Tests:
+tests/conformance/test_checks_collectives.py.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from conformance.checks import copied
 from conformance.checks.outcome import Outcome
 from conformance.evidence import Evidence
 from conformance.finding import Finding
@@ -65,13 +67,21 @@ def check(evidence: Evidence) -> Outcome:
             if tensor == "forward" or evidence.message.get("raised") is None:
                 shares[tensor] = max(shares.get(tensor, 0.0), judged.share)
             findings = judged.findings | findings
+    is_counted = copied.is_counted(facts["remote_copies"])
+    if is_counted:
+        plan = wire_plan(problem, claim, multiple)
+        for one in copied.copied(facts["remote_copies"], _moved(traced), plan, len(evidence.calls)):
+            shares[one.tensor] = max(shares.get(one.tensor, 0.0), one.share)
+            judged = _Judgement(evidence, one.tensor, claim)
+            judged.judge_copies(one)
+            findings |= judged.findings
     for tensor, how in facts["narrow_sums"]:
         if evidence.target.numerics.get("rounded_partials") and how.endswith(OF_ROUNDED):
             continue  # declared, and so told with the verdict; the sum itself is still owed in float32
         judged = _Judgement(evidence, "backward", claim)
         judged.add(f"sums {tensor} across ranks in less than float32", f"({how})", expected="float32", got=how)
         findings |= judged.findings
-    if facts["remote_copies"]:
+    if not is_counted:
         # What is seen can be too much; that it is not does not make the whole conform.
         return Outcome(findings=tuple(findings.values()), cannot_ask=_SENDS_BY_ITSELF)
     return Outcome(shares, tuple(findings.values()), figures=_figures(problem, claim, multiple))
@@ -150,6 +160,14 @@ class _Judgement:
                 rank=_rank_of_device(int(by_device.argmax()), self._evidence.case.problem),
             )
 
+    def judge_copies(self, one: copied.Copied) -> None:
+        """Of kernels' own copies and the collectives beside them."""
+        if one.got > one.allowed:
+            beside = f", {one.by_collectives:.0f} of them by collectives" if one.by_collectives else ""
+            how = f"{one.got:.0f} bytes a device{beside}, {one.what} are {one.allowed:.0f}"
+            fields = {"expected": one.allowed, "got": one.got, "share": one.share}
+            self.add("sends too much by copies of its kernels", how, **fields)
+
     def add(self, what: str, how: str, **fields: Any) -> None:
         """One finding a kind."""
         evidence, tensor = self._evidence, self._tensor
@@ -165,6 +183,14 @@ class _Judgement:
                 **fields,
             ),
         )
+
+
+def _moved(sent: Iterable[_Sent]) -> dict[tuple[str, str], float]:
+    """Bytes that each kind brings to the device that receives most, by (phase, kind)."""
+    by_kind: dict[tuple[str, str], np.ndarray] = {}
+    for one in sent:
+        by_kind[one.phase, one.kind] = by_kind.get((one.phase, one.kind), 0) + one.bytes
+    return {where: float(by_device.max()) for where, by_device in by_kind.items()}
 
 
 def _rank_of_device(device: int, problem: Problem) -> int:

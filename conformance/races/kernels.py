@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from conformance.program_facts import is_remote_copy
+from conformance.kernel_copies import is_remote_copy
 from conformance.traced import inner_jaxprs, reached
 
 _CALLS = ("pallas_call", "core_map", "mpmd_map")

@@ -21,6 +21,7 @@ from conformance.problem import Problem
 from impl.config import resolve
 from impl.dispatch import local_kernel
 from impl.kernels import pallas_halo, splash
+from impl.kernels.pallas_fetch import ROW_MULTIPLE
 
 _OF_SPLASH = {"prescaled_query": True, "rounded_partials": True}
 
@@ -35,6 +36,7 @@ class _Bundled:
     communication: str
     local_kernel: str = ""
     halo_transfer: str = "permute"
+    halo_row_multiple: int = 1
     empty_rows: str = "zero"
     residual_names: tuple[str, ...] = impl.RESIDUAL_NAMES
 
@@ -148,7 +150,7 @@ ring = _Bundled("ring")
 ulysses = _Bundled("ulysses")
 usp = _Bundled("usp")
 halo_pallas = _Bundled("halo", "pallas_halo")
-halo_pallas_remote_copy = _Bundled("halo", "pallas_halo", "remote_copy_or_permute")
+halo_pallas_remote_copy = _Bundled("halo", "pallas_halo", "remote_copy_or_permute", halo_row_multiple=ROW_MULTIPLE)
 halo_splash = _Bundled("halo", "splash")
 all_gather_splash = _Bundled("all_gather", "splash")
 ring_splash = _Bundled("ring", "splash")

@@ -17,7 +17,7 @@ from conformance.case_text import parse_case
 from conformance.target import TargetDescription, TargetError
 
 _CASE = parse_case("v=1 seq_len=64 sliding_window_size=9 dtype=bfloat16 seed=1")
-_RIGHT = {"facts": {"compiled": [], "traced": [], "narrow_sums": [], "remote_copies": 0}}
+_RIGHT = {"facts": {"compiled": [], "traced": [], "narrow_sums": [], "remote_copies": []}}
 _MEMORY = {"temporary_bytes": 4 * GIB, "argument_bytes": 3 * GIB, "output_bytes": GIB}
 
 

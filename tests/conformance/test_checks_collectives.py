@@ -108,9 +108,18 @@ def test_a_target_that_claims_nothing_is_not_judged(judged: Judged) -> None:
 
 
 def test_a_kernel_that_sends_by_itself_is_not_taken_for_one_that_sends_nothing(judged: Judged) -> None:
-    outcome = judged("copying:copies", _CASE, "collectives")
-    assert (outcome.shares, outcome.findings) == ({}, ()), "what it sends is not known, so nothing conforms"
+    outcome = judged("copying:copies_by_data", _CASE, "collectives")
+    assert (outcome.shares, outcome.findings) == ({}, ()), "data decide whether it sends, so nothing conforms"
     assert outcome.cannot_ask.startswith("kernels of its own send to other devices"), "and the verdict says why"
+
+
+def test_copies_of_a_kernel_are_held_to_what_its_strategy_may_send(judged: Judged) -> None:
+    outcome = judged("copying:copies", _CASE, "collectives")
+    assert (outcome.shares, outcome.findings) == ({"forward": 1.0, "backward": 1.0}, ()), "5 rows, the window's"
+    (finding,) = judged("copying:copies_twice", _CASE, "collectives").findings
+    assert (finding.tensor, finding.signature) == ("forward", "sends too much by copies of its kernels")
+    # 5 rows of 2 heads of 8 features of key and of value, in float32.
+    assert (finding.expected, finding.got, finding.share) == (5 * 128, 10 * 128, 2.0), "twice the rows"
 
 
 @pytest.mark.parametrize(
@@ -129,21 +138,24 @@ def test_what_is_sent_beside_a_kernel_that_sends_by_itself_is_judged(
 ) -> None:
     outcome = judged(f"copying:{adapter_name}", f"{_CASE} dtype={dtype}", "collectives")
     assert _kinds(outcome) == expected, "seen all the same"
-    assert (outcome.shares, outcome.cannot_ask != "") == ({}, True), "and the rest is still not known"
+    assert outcome.cannot_ask == "", "how much the copies send is known"
 
 
 def test_an_interpreters_stand_in_for_a_copy_is_not_the_targets() -> None:
     gather = _permute("primal/attention", 5) | {"kind": "all-gather", "pairs": [], "groups": [[0, 1, 2, 3]]}
     named = gather | {"op_name": "jit(f)/shard_map/while/body/all_gather"}
-    assert _made_up(remote_copies=1, compiled=[named]).findings == (), "the traced program has none"
+    copies = [{"bytes": 640, "starts": 1, "phase": "primal/attention"}]
+    assert _made_up(remote_copies=copies, compiled=[named]).findings == (), "the traced program has none"
     put_in = gather | {"op_name": "jit(f)/shard_map/dot_general"}
-    assert _kinds(_made_up(remote_copies=1, compiled=[put_in])) == {("forward", "uses all-gather")}, "the compiler's"
+    assert _kinds(_made_up(remote_copies=copies, compiled=[put_in])) == {("forward", "uses all-gather")}, (
+        "the compiler's"
+    )
 
 
 def _made_up(precision: Mapping[str, bool] = MappingProxyType({}), **facts: Any) -> Outcome:
     """The judgement of a halo whose programs have these facts."""
     description = TargetDescription("m:t", "t", communication="halo", precision=dict(precision))
-    message = {"facts": {"traced": [], "compiled": [], "narrow_sums": [], "remote_copies": 0} | facts}
+    message = {"facts": {"traced": [], "compiled": [], "narrow_sums": [], "remote_copies": []} | facts}
     return CHECKS["collectives"].run(Evidence(description, parse_case(_CASE), message, {}))
 
 
@@ -189,7 +201,7 @@ def test_a_permute_over_another_axis_is_told_from_one_too_many() -> None:
     description = TargetDescription("m:t", "t", communication="halo")
     # Devices are numbered data first: 0 and 4 are the two data shards of rank 0.
     one = _permute("primal/attention", 1) | {"pairs": [[0, 4]]}
-    facts = {"traced": [], "compiled": [one], "narrow_sums": [], "remote_copies": 0}
+    facts = {"traced": [], "compiled": [one], "narrow_sums": [], "remote_copies": []}
     outcome = CHECKS["collectives"].run(Evidence(description, across, {"facts": facts}, {}))
     assert _kinds(outcome) == {("forward", "uses collective-permute over another axis")}, "over data"
 
