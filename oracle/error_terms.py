@@ -100,10 +100,12 @@ def allowance(
     """How far an element of a tensor (named as in `BlockTerms`) may miss its expected value, all its terms added up."""
     precision = numerics.precision
     size = np.where(np.isneginf(expected), 0.0, np.abs(expected))  # lse of an empty row is -inf, exactly
-    if tensor in ("lse", "dsinks"):
-        return precision.statistics_roundoff * size + terms.worst + terms.roundings.bound(numerics.independent)
-    stored = precision.output_roundoff + (precision.query_roundoff if tensor == "dquery" else 0.0)
     in_common = (precision.factor_roundoff + precision.input_roundoff + precision.partial_roundoff) * size
+    if tensor in ("lse", "dsinks"):
+        in_common += numerics.sums(1) * size
+        bound = terms.roundings.bound(numerics.independent, in_common)
+        return precision.statistics_roundoff * size + terms.worst + bound
+    stored = precision.output_roundoff + (precision.query_roundoff if tensor == "dquery" else 0.0)
     return stored * size + terms.worst + terms.roundings.bound(numerics.independent, in_common)
 
 
@@ -216,8 +218,9 @@ def _dsinks_terms(
     delta: Terms,
     numerics: Numerics,
 ) -> Terms:
-    """dsinks = sum over queries of sink share * row, where row is dlse - delta."""
+    """dsinks = sum over queries of sink share * row, where row is dlse - delta. What errors a row has in itself is
+    another's no business: those of rows are independent."""
     size = np.abs(row)
     errors = forward.sink_share * (size * (softmax.sink_share + numerics.sums(numerics.rows)) + delta.worst)
-    flushed = numerics.flush * (1.0 + size)
-    return Terms((errors + flushed).sum(axis=-1), delta.roundings.times(forward.sink_share).sum(axis=-1))
+    roundings = delta.roundings.times(forward.sink_share) + Roundings.bounded(errors)
+    return Terms((numerics.flush * (1.0 + size)).sum(axis=-1), roundings.sum(axis=-1))

@@ -45,6 +45,14 @@ class Roundings:
             return Roundings(0.0, 0.0)
         return Roundings(sum(u**2 for u in roundoffs) * np.square(terms), sum(roundoffs) * np.abs(terms))
 
+    @staticmethod
+    def bounded(errors: Array) -> "Roundings":
+        """Errors that lie within these bounds and are otherwise unknown, each independent of the others.
+
+        Hoeffding: sub-Gaussian with the square of the bound in place of a variance, three times that of a uniform one.
+        """
+        return Roundings(3.0 * np.square(errors), errors)
+
     def __add__(self, other: "Roundings") -> "Roundings":
         """Both together."""
         return Roundings(self.squares + other.squares, self.sizes + other.sizes)

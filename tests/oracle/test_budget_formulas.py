@@ -236,15 +236,18 @@ def by_loops(case, roundoffs, tiny, structured):
             if rounded["dquery"][b, q, h, d] is None:
                 rounded["dquery"][b, q, h, d] = Together()
             rounded["dquery"][b, q, h, d].add_all(delta, together)
-        worst["dsinks"][h] += p_sink * (abs(row) * (e_sink + e_lse + sums(batch * seq)) + e_delta) + flush * (
-            1 + abs(row)
-        )
+        of_a_row = p_sink * (abs(row) * (e_sink + e_lse + sums(batch * seq)) + e_delta)
+        rounded["dsinks"][h].squares += 3 * of_a_row**2
+        rounded["dsinks"][h].sizes += of_a_row
+        worst["dsinks"][h] += flush * (1 + abs(row))
         rounded["dsinks"][h].add_all(delta, p_sink)
 
     found = {"lse": worst["lse"] + u_sum * np.where(np.isfinite(lse), np.abs(lse), 0.0)}
     if sinks is not None:
         found["dsinks"] = np.array([
-            worst["dsinks"][h] + u_sum * abs(right_answer.dsinks[h]) + rounded["dsinks"][h].bound(structured)
+            worst["dsinks"][h]
+            + u_sum * abs(right_answer.dsinks[h])
+            + rounded["dsinks"][h].bound(structured, (u_factor + u_input + u_part + few) * abs(right_answer.dsinks[h]))
             for h in range(query_heads)
         ])  # fmt: skip
     for name, expected in (("out", out), ("dquery", right_answer.dquery)):

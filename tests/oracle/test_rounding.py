@@ -12,6 +12,17 @@ def test_each_term_is_rounded_once_with_each_roundoff():
     assert found.sizes.tolist() == [3 * 0.75, 2 * 0.75], "u |x|, added over roundoffs"
 
 
+def test_errors_of_which_only_a_bound_is_known_stay_within_theirs_even_if_each_reaches_it():
+    """Signs alone are drawn: no distribution within the bound spreads more. 5 sqrt(3) standard deviations."""
+    bounds = np.arange(1.0, 401.0)
+    together = Roundings.bounded(bounds).sum(axis=0)
+    assert together.sizes == 400 * 401 / 2, "the sum of the bounds"
+    limit = together.bound(independent=True)
+    assert limit == pytest.approx(5 * np.sqrt(3 * np.square(bounds).sum())), "less than a third of that sum"
+    signs = np.random.default_rng(0).choice([-1.0, 1.0], size=(20_000, 400))
+    assert np.abs(signs @ bounds).max() < 0.7 * limit, "5.5 of 8.7 standard deviations are never reached in 20,000 draws"
+
+
 def test_roundings_add_by_square_and_by_size():
     total = Roundings.of(np.array([3.0]), 1.0) + Roundings.of(np.array([4.0]), 1.0)
     assert total.squares.tolist() == [25.0], "9 + 16"
