@@ -33,6 +33,7 @@ STREAMS = {
     "poison": 14,
     "changed": 15,
     "sink_heads": 16,
+    "identities": 17,
 }
 
 # Kinds whose values depend on the position, as the probabilities do: their rounding errors need not be independent of

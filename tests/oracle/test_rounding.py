@@ -20,7 +20,9 @@ def test_errors_of_which_only_a_bound_is_known_stay_within_theirs_even_if_each_r
     limit = together.bound(independent=True)
     assert limit == pytest.approx(5 * np.sqrt(3 * np.square(bounds).sum())), "less than a third of that sum"
     signs = np.random.default_rng(0).choice([-1.0, 1.0], size=(20_000, 400))
-    assert np.abs(signs @ bounds).max() < 0.7 * limit, "5.5 of 8.7 standard deviations are never reached in 20,000 draws"
+    assert np.abs(signs @ bounds).max() < 0.7 * limit, (
+        "5.5 of 8.7 standard deviations are never reached in 20,000 draws"
+    )
 
 
 def test_roundings_add_by_square_and_by_size():
