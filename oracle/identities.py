@@ -46,7 +46,7 @@ class QuerySide(NamedTuple):
     dout_out: Sums
     weighted: Float64[np.ndarray, "head_dim 5"]  # sums over rows of query[i]^2 times each column of `_row_sizes`
     query_norm: float  # the largest of a row
-    largest: float  # of |query|, |dout| |out| and |dlse|
+    largest: float  # of any number in query, dout and dlse
 
     @staticmethod
     def of(query: Rows, dquery: Rows, dout: Rows, out: Rows, dlse: Float64[np.ndarray, " rows"]) -> "QuerySide":
