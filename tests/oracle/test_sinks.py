@@ -76,14 +76,18 @@ def test_structured_values_are_off_unless_asked_for(case):
     )
     assert np.array_equal(plain, given), "the default is False"
     assert (structured > 1.5 * plain).all(), "and the sum of sizes is what is larger"
-    precision = Precision("bfloat16", prescaled_query=True)  # whose logits know of it
-    outline, queries = outline_of(case), [(0, np.arange(SEQ))]
-    sums = [
-        sink_sums(rows_of(case), outline, 0, queries, precision=precision, **m)
-        for m in ({}, {"structured_values": False})
-    ]
-    assert sums[0] == sums[1], "of the sums too"
-    assert sink_sums(rows_of(case), outline, 0, queries, precision=precision, structured_values=True) != sums[0]
+
+
+def test_logits_of_rounded_queries_know_of_structured_values_too(draw):
+    """64 features: beyond 25 the root of the squares is less than the sum of the sizes."""
+    case = draw(seed=1, seq=8, heads=(HEADS, 2), dims=(64, 4), **SINKS)
+    outline, precision = outline_of(case), Precision("bfloat16", prescaled_query=True)
+    plain, given, structured = (
+        sink_sums(rows_of(case), outline, 0, every_query(outline), precision=precision, **more)
+        for more in ({}, {"structured_values": False}, {"structured_values": True})
+    )
+    assert plain == given, "the default is False"
+    assert structured.sizes > plain.sizes, "and the sum of sizes is what is larger"
 
 
 def test_sums_over_parts_of_the_queries_add_up_to_the_whole(case):
