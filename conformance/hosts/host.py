@@ -87,16 +87,18 @@ def _result(target: Target, case: Case, report: Callable[[str], None]) -> dict[s
     except Exception as error:  # noqa: BLE001  # whatever foreign code raises is a finding, not a failure of ours
         message = what_was_raised(error, "forward")
     report("judging")
-    description = target.description.of_problem(not numerics_facts(target, problem, setting.mesh))
+    numerics = numerics_facts(target, problem, setting.mesh)
+    description = target.description.of_problem(not numerics)
     answers = _Answers(description, case, ran.arrays)
     outcomes = _judged(Evidence(description, case, message, ran.arrays, answers=answers))
     told = {
+        **numerics,
         "shares": [[check, tensor, share] for check, of in outcomes.items() for tensor, share in of.shares.items()],
         "findings": [dataclasses.asdict(finding) for of in outcomes.values() for finding in of.findings],
     }
     if problem.sinks and not outcomes["contract"].findings:
         report("summing up dsinks")
-        told["sinks"] = told_here(target.description, case, jax.process_count(), ran.dsinks, ran.queries)
+        told["sinks"] = told_here(description, case, jax.process_count(), ran.dsinks, ran.queries)
     return told
 
 

@@ -237,7 +237,8 @@ def _merged(spec: str, cases: Sequence[Case], hosts: _Hosts, gone: tuple[int, Wo
     results = []
     for at, case in enumerate(cases[:done]):
         of_hosts = [host[at] for host in answers]
-        results.append(_result(case, [*of_hosts, *judged(description, case, of_hosts)]))
+        of_problem = description.of_problem(all(said.get("uses_tpu_precision", True) for said in of_hosts))
+        results.append(_result(case, [*of_hosts, *judged(of_problem, case, of_hosts)]))
     if gone is not None and done < len(cases):
         case = cases[done]
         finding = dataclasses.replace(lost(description.name, format_case(case), gone[1]), rank=None)
