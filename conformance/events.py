@@ -66,6 +66,7 @@ def _mesh_events(problem: Problem) -> dict[str, bool]:
     return {
         "one rank": ranks == 1,
         "odd number of ranks": ranks > 1 and ranks % 2 == 1,
+        "three or more batch rows a shard": problem.batch // problem.data_parallelism >= 3,
         "five or more ranks beside another axis": ranks >= 5 and problem.num_devices > ranks,
         "sequence on two axes": problem.ulysses_parallelism > 1,
         "data and tensor axes at once": problem.data_parallelism > 1 and tensor > 1,

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from conformance.designated import seed_that_asks_remat
 from conformance.events import events_of
 from conformance.problem import Case
-from conformance.space import Row, case_of, features_for, forbidden_pairs
+from conformance.space import DRAWN_ALONE, Row, case_of, features_for, forbidden_pairs
 
 
 def cases(num_devices: int = 16) -> st.SearchStrategy[Case]:
@@ -31,7 +31,11 @@ def record_events(case: Case) -> None:
 
 @st.composite
 def _cases(draw: st.DrawFn, num_devices: int) -> Case:
-    case = case_of(draw(_rows(num_devices)), draw(st.integers(0, 2**32 - 1)))
+    row = draw(_rows(num_devices))
+    for name, further in DRAWN_ALONE.items():
+        if draw(st.sampled_from((False,) * 7 + (True,))):
+            row = {**row, name: draw(st.sampled_from(list(further)))}
+    case = case_of(row, draw(st.integers(0, 2**32 - 1)))
     # Levels are the borders of the space; in a quarter of the cases, a window of any size, which no level names.
     if draw(st.sampled_from((False, False, False, True))):
         case = case.replace(sliding_window_size=draw(st.integers(1, case.problem.seq_len + 1)), window=None)

@@ -103,6 +103,10 @@ FEATURES = (
 )
 
 
+DRAWN_ALONE: Mapping[str, Mapping[str, Any]] = {"rows_per_shard": {"3": 3}}
+"""By feature, levels that hypothesis draws and no list of cases has: those lists are frozen, and stay as they are."""
+
+
 @functools.cache
 def features_for(num_devices: int) -> tuple[Feature, ...]:
     """FEATURES without the levels that need more than `num_devices` by themselves."""
@@ -150,7 +154,7 @@ def is_allowed(row: Row, forbidden: frozenset[frozenset[Choice]]) -> bool:
 
 def case_of(row: Row, seed: int) -> Case:
     """The case of a row; what its levels leave open (which border, how much padding) follows from the seed."""
-    level = {feature.name: feature.levels[row[feature.name]] for feature in FEATURES}
+    level = {of.name: {**of.levels, **DRAWN_ALONE.get(of.name, {})}[row[of.name]] for of in FEATURES}
     data_parallelism, tensor_parallelism, ulysses_parallelism = level["mesh"]
     # The ulysses axis cuts a rank's rows evenly; two odd chunks a rank are even together.
     pieces = ulysses_parallelism if level["layout"] != "dual_chunk_swap" else 1

@@ -28,6 +28,11 @@ EXAMPLES = [
     ("keys after the query", "window=0,1", "window=1,0"),
     ("keys on both sides", "window=1,1", "window=0,1"),
     ("one rank", "context_parallelism=1", "context_parallelism=2"),
+    (
+        "three or more batch rows a shard",
+        "batch=6 data_parallelism=2",
+        "batch=4 data_parallelism=2",
+    ),
     ("odd number of ranks", "context_parallelism=3 seq_len=24", "context_parallelism=1"),
     (
         "five or more ranks beside another axis",

@@ -12,7 +12,7 @@ from conformance.events import EVENTS, events_of
 from conformance.fuzz import cases, record_events
 from conformance.inputs import inputs_of, redraw
 from conformance.problem import Case
-from conformance.space import FEATURES
+from conformance.space import DRAWN_ALONE, FEATURES
 from conformance.target import load_target
 
 EXAMPLES = 400
@@ -62,7 +62,7 @@ def test_every_level_that_stands_in_the_problem_is_reached(drawn_cases):
         "dtype": {case.problem.dtype for case in drawn_cases},
         "values": {case.values for case in drawn_cases},
     }
-    levels = {feature.name: set(feature.levels) for feature in FEATURES}
+    levels = {feature.name: {*feature.levels, *DRAWN_ALONE.get(feature.name, ())} for feature in FEATURES}
     for name, seen in reached.items():
         assert seen == levels[name], f"levels of {name}"
 
@@ -84,11 +84,18 @@ def test_windows_of_sizes_that_no_level_names_are_drawn(drawn_cases):
 def test_remat_is_asked_where_strategies_that_exchange_heads_can_run(drawn_cases):
     asked = [case for case in drawn_cases if CHECKS["remat"].asks_about(case)]
     assert EXAMPLES / 16 < len(asked) < EXAMPLES / 4, "on purpose, but not on most: each is two programs more"
+    layouts = set()
     for strategy, ranks in (("ulysses", "context_parallelism"), ("usp", "ulysses_parallelism")):
         target = load_target(f"conformance.targets.bundled:{strategy}")
         suited = [case for case in asked if target.supports(case.problem) is None and getattr(case.problem, ranks) > 1]
         assert len(suited) > EXAMPLES / 50, f"{strategy} can run them, on several ranks"
-        assert {case.problem.layout for case in suited} == {"contiguous", "dual_chunk_swap", "striped"}, strategy
+        layouts |= {case.problem.layout for case in suited}
+    assert layouts == {"contiguous", "dual_chunk_swap", "striped"}, "all that they have"
+
+
+def test_a_shards_third_batch_row_is_cut_unlike_its_first(drawn_cases):
+    rows = [case.documents for case in drawn_cases if case.problem.batch == 3 * case.problem.data_parallelism]
+    assert sum(of is not None and of[0] != of[2] for of in rows) > EXAMPLES / 50, "a mask of another row is wrong there"
 
 
 @pytest.mark.parametrize("num_devices", [1, 8])
