@@ -7,6 +7,7 @@ Tests: tests/conformance/test_inputs.py.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -94,6 +95,7 @@ def rows_of(
     return _read_only(round_to(values, "float32" if tensor == "dlse" else problem.dtype))
 
 
+@functools.lru_cache(maxsize=64)
 def redraw(case: Case, index: int) -> Case:
     """The same problem with other data: draw 0 is the case itself, draw k >= 1 has another seed and other documents.
 

@@ -49,33 +49,41 @@ class Usage:
 
 
 class Watch:
-    """Tells from what a process uses since its last message whether it may go on."""
+    """Tells from what a process uses since its last message whether it may go on.
 
-    def __init__(self, before: Usage) -> None:
-        self._started_at = self._used = before.cpu_seconds
-        self._queued = before.queued_seconds
+    It begins with its first look: most messages are followed by another one sooner than by a look, which is dear.
+    """
+
+    def __init__(self) -> None:
         self._unused_since = self._idle_since = self._looked_at = time.monotonic()
+        self._used = self._queued = 0.0
+        self._before: Usage | None = None
 
     def lost(self, usage: Callable[[], Usage]) -> str | None:
         """One of WITHOUT_END once it is so. It looks at `usage` now and then only: a look costs milliseconds."""
         now = time.monotonic()
         if now - self._looked_at < _POLL_SECONDS:
             return None
-        self._looked_at, used = now, usage()
-        if used.resident_bytes > memory_limit():
+        self._looked_at, usage_now = now, usage()
+        used = usage_now.cpu_seconds
+        if usage_now.resident_bytes > memory_limit():
             return EXHAUSTS_MEMORY
-        if used.printed_bytes > PRINTED_BYTES:
+        if usage_now.printed_bytes > PRINTED_BYTES:
             return PRINTS_WITHOUT_END
+        if self._before is None:
+            self._before, self._used, self._queued = usage_now, used, usage_now.queued_seconds
+            self._unused_since = self._idle_since = now
+            return None
         # It falls when a process that the worker started has ended.
-        if abs(used.cpu_seconds - self._used) > IDLE_CPU_SECONDS:
-            self._used, self._unused_since = used.cpu_seconds, now
-            self._idle_since, self._queued = now, used.queued_seconds
+        if abs(used - self._used) > IDLE_CPU_SECONDS:
+            self._used, self._unused_since = used, now
+            self._idle_since, self._queued = now, usage_now.queued_seconds
         if (idle := now - self._idle_since) > IDLE_SECONDS:
-            is_starved = used.queued_seconds - self._queued > STARVED_SHARE * idle
+            is_starved = usage_now.queued_seconds - self._queued > STARVED_SHARE * idle
             if not is_starved or now - self._unused_since > STARVED_SECONDS:
                 return HANGS[0]
-            self._idle_since, self._queued = now, used.queued_seconds
-        return HANGS[1] if used.cpu_seconds - self._started_at > BUSY_CPU_SECONDS else None
+            self._idle_since, self._queued = now, usage_now.queued_seconds
+        return HANGS[1] if used - self._before.cpu_seconds > BUSY_CPU_SECONDS else None
 
 
 def memory_limit() -> int:

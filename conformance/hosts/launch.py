@@ -34,7 +34,7 @@ from conformance.process import WorkerLost
 from conformance.runner import Plan, Run, TargetRun
 from conformance.session import CONFORMS, DECLINED, FINDING, INCONCLUSIVE, CaseResult
 from conformance.target import TargetDescription, TargetError
-from conformance.watch import Usage, Watch, usage_of
+from conformance.watch import Watch, usage_of
 
 _POLL_SECONDS = 0.2
 # What the others do once one is gone is no news; they are given this long to end by themselves.
@@ -147,7 +147,7 @@ class _Hosts:
 
     def wait(self, progress: Callable[[str], None]) -> tuple[int, WorkerLost] | None:
         """The first process that was lost, and how; None if all came to their end."""
-        watches = {number: Watch(Usage(0.0)) for number in self._here}
+        watches = {number: Watch() for number in self._here}
         written = dict.fromkeys(self._here, 0)
         ended_at: float | None = None
         while True:
@@ -155,7 +155,7 @@ class _Hosts:
                 told = self.messages(number)
                 if len(told) > written[number]:
                     begun = [said["begins"] for said in told[written[number] :] if "begins" in said]
-                    written[number], watches[number] = len(told), Watch(usage_of(process.pid))
+                    written[number], watches[number] = len(told), Watch()
                     if number == self._here[0] and begun:
                         progress(f"running {begun[-1]}")
                 code = process.poll()
