@@ -19,7 +19,7 @@ from conformance.value_kinds import STREAMS
 from oracle.budget import Precision
 from oracle.identities import Identity, KeySide, QuerySide, identities
 
-# Numbers of query and dout that are made for an answer, unless one kv head has more: a minute of one processor.
+# Numbers of query and dout that are made for an answer, unless one kv head has more: a minute or two of a processor.
 NUMBERS = 2**29
 ROWS = 4096
 

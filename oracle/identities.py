@@ -1,7 +1,7 @@
 """Sums over every key that must equal sums over every query: what holds gradients of keys that are too dear to probe.
 
-sum dkey (x) key = sum query (x) dquery and sum dvalue (x) value = sum dout (x) out, matrices of head_dim and of
-value_dim, by batch row and kv head: along a linear map of the keys that is taken back at the queries no logit changes.
+sum dkey (x) key = sum query (x) dquery and sum dvalue (x) value = sum dout (x) out, matrices of features by
+features, by batch row and kv head: along a linear map of the keys that is taken back at the queries no logit changes.
 Time grows with the sequence alone. The allowance is derived in docs/error-budgets.md. NumPy only. Tested in
 tests/oracle/test_identities_of_keys.py.
 """
@@ -20,7 +20,12 @@ from oracle.rounding import LAMBDA
 from oracle.softmax_errors import Numerics
 
 Rows = Float64[np.ndarray, "rows dim"]
-Matrix = Float64[np.ndarray, "dim dim"]
+Matrix = Float64[np.ndarray, "left right"]
+
+
+# Features of what stands on the right: enough to look at every feature on the left, and so few that the time is that of
+# making the inputs.
+RIGHT = 32
 
 
 class Sums(NamedTuple):
@@ -31,7 +36,8 @@ class Sums(NamedTuple):
 
     @staticmethod
     def of(left: Rows, right: Rows) -> "Sums":
-        """sum over rows of left[i] * right[j]."""
+        """sum over rows of left[i] * right[j], the first features of the right."""
+        right = right[:, :RIGHT]
         return Sums(left.T @ right, np.square(left).T @ np.square(right))
 
     def plus(self, other: "Sums") -> "Sums":
@@ -91,7 +97,7 @@ class KeySide(NamedTuple):
     dkey_key: Sums
     dvalue_value: Sums
     key_norm: float  # the largest of a row
-    largest_key: Float64[np.ndarray, " head_dim"]  # by feature
+    largest_key: Float64[np.ndarray, " right"]  # by feature
     value_squares: float
     rows: int
 
@@ -102,7 +108,7 @@ class KeySide(NamedTuple):
             Sums.of(dkey, key),
             Sums.of(dvalue, value),
             float(np.sqrt(np.square(key).sum(axis=1).max(initial=0.0))),
-            np.abs(key).max(axis=0, initial=0.0),
+            np.abs(key[:, :RIGHT]).max(axis=0, initial=0.0),
             float(np.square(value).sum()),
             len(key),
         )

@@ -245,6 +245,8 @@ def test_the_allowance_is_the_formula_of_the_documentation(numerics, cap, sizes)
         in_common = (u_f + u_i + u_p + e_out + e_p + e_t) * (abs((left * right).sum()) + abs((gradient * other).sum()))
         return 5 * math.sqrt(squares) + in_common
 
+    for name, dim in (("dkey", head_dim), ("dvalue", value_dim)):
+        assert found[name].allowance.shape == (dim, min(dim, 32)), "every feature of the gradient, 32 of the other"
     for i in range(3):
         for j in range(3):
             squares = sum((dout[:, i] * out[:, j]) ** 2) * (u_o**2 + factors + 3 * e_out**2)
