@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from conformance.traced import inner_jaxprs, is_transparent, is_variable, reached
+from conformance.traced import KERNELS, carry_of_scan, inner_jaxprs, is_transparent, is_variable, reached
 
 _READS = ("get", "load", "masked_load")
 _ARITHMETIC = {
@@ -25,7 +25,7 @@ _ARITHMETIC = {
     "max": np.maximum,
     "min": np.minimum,
     "rem": np.fmod,
-    "div": lambda one, other: np.trunc(one / other).astype(int),
+    "div": lambda one, other: one / other if one.dtype.kind == "f" else np.trunc(one / other),
     "eq": np.equal,
     "ne": np.not_equal,
     "lt": np.less,
@@ -54,6 +54,15 @@ class _Value:
         return self.same if self.known is None else bool((self.known == self.known.flat[0]).all())
 
 
+@dataclass(frozen=True)
+class _Place:
+    """Where a kernel runs: the coordinates of its grid points, or of the device's cores, which then have named axes."""
+
+    points: np.ndarray
+    sizes: Sequence[int]
+    axes: tuple[str, ...] = ()
+
+
 _OF_RANK, _OF_DATA = _Value(same=True), _Value()
 _Sent = list[tuple[int, "int | None"]]
 """(bytes, starts) of each copy to another device; starts None: not known."""
@@ -74,7 +83,7 @@ def kernel_copies(program: Any) -> list[dict[str, Any]]:
     """
     found = []
     for at in reached(program):
-        if at.equation.primitive.name == "pallas_call":
+        if at.equation.primitive.name in KERNELS:
             for size, starts in _sent_by_kernel(at.equation):
                 all_starts = None if starts is None or at.trips is None else starts * at.trips
                 found.append({"bytes": size, "starts": all_starts, "phase": at.phase})
@@ -82,6 +91,26 @@ def kernel_copies(program: Any) -> list[dict[str, Any]]:
 
 
 def _sent_by_kernel(equation: Any) -> _Sent:
+    if equation.primitive.name == "pallas_call":
+        return _sent_on_a_grid(equation)
+    # pl.kernel and pl.core_map: every core of a mesh inside the device runs the same; some of them may be of each kind.
+    params = equation.params
+    meshes, kernels = params.get("meshes", (params.get("mesh"),)), params.get("jaxprs", (params.get("jaxpr"),))
+    return [one for mesh, kernel in zip(meshes, kernels, strict=True) for one in _sent_on_cores(kernel, mesh)]
+
+
+def _sent_on_cores(kernel: Any, mesh: Any) -> _Sent:
+    axes, sizes = tuple(mesh.shape), tuple(mesh.shape.values())
+    kernel = getattr(kernel, "jaxpr", kernel)
+    points = _points(sizes)
+    return _walk(kernel, {}, np.ones(points.shape[1], int), _Place(points, sizes, axes))
+
+
+def _points(sizes: Sequence[int]) -> np.ndarray:
+    return np.indices(sizes).reshape(len(sizes), -1) if sizes else np.zeros((0, 1), int)
+
+
+def _sent_on_a_grid(equation: Any) -> _Sent:
     mapping = equation.params["grid_mapping"]
     kernel = equation.params["jaxpr"]
     kernel = getattr(kernel, "jaxpr", kernel)
@@ -90,7 +119,7 @@ def _sent_by_kernel(equation: Any) -> _Sent:
     sizes = mapping.grid
     if not all(isinstance(size, int) for size in sizes):
         return [(_bytes_of(inner) or 0, None) for inner in _all_equations(kernel) if is_remote_copy(inner)]
-    points = np.indices(sizes).reshape(len(sizes), -1) if sizes else np.zeros((0, 1), int)
+    points = _points(sizes)
     values: dict[Any, _Value] = {}
     blocks = list(mapping.block_mappings)[: mapping.num_inputs]
     for index, ref in enumerate(kernel.invars):
@@ -98,7 +127,7 @@ def _sent_by_kernel(equation: Any) -> _Sent:
         # Scalars that are there before the grid, and inputs of which every point sees the same block, stay as they are.
         stays = block < 0 or (block < len(blocks) and _is_one_block(blocks[block]))
         values[ref] = _OF_RANK if stays else _OF_DATA
-    return _walk(kernel, values, np.ones(points.shape[1], int), points, sizes)
+    return _walk(kernel, values, np.ones(points.shape[1], int), _Place(points, sizes))
 
 
 def _is_one_block(block: Any) -> bool:
@@ -106,7 +135,7 @@ def _is_one_block(block: Any) -> bool:
     return not any(is_variable(var) for var in index_map.outvars)
 
 
-def _walk(jaxpr: Any, values: dict[Any, _Value], active: np.ndarray, points: np.ndarray, sizes: Sequence[int]) -> _Sent:
+def _walk(jaxpr: Any, values: dict[Any, _Value], active: np.ndarray, place: _Place) -> _Sent:
     """What is sent at the grid points where the jaxpr runs, as often as `active` says; fills in the values."""
     sent: _Sent = []
 
@@ -117,16 +146,16 @@ def _walk(jaxpr: Any, values: dict[Any, _Value], active: np.ndarray, points: np.
 
     for equation in jaxpr.eqns:
         inputs = [value(var) for var in equation.invars]
-        results = [_result(equation, inputs, points, sizes)] * len(equation.outvars)
+        results = [_result(equation, inputs, place)] * len(equation.outvars)
         if is_remote_copy(equation):
             size = _bytes_of(equation)
             sent.append((size or 0, None if size is None else int(active.sum())))
         elif equation.primitive.name == "cond":
-            sent += _sent_by_branches(equation, inputs, active, points, sizes)
+            sent += _sent_by_branches(equation, inputs, active, place)
         else:
             for inner, turns in inner_jaxprs(equation):
                 within = _entering(inner, equation, inputs, turns)
-                once = _walk(inner, within, active, points, sizes)
+                once = _walk(inner, within, active, place)
                 sent += [(size, None if starts is None or turns is None else starts * turns) for size, starts in once]
                 if is_transparent(equation):
                     results = [within.get(var, _OF_DATA) if is_variable(var) else _OF_RANK for var in inner.outvars]
@@ -134,9 +163,7 @@ def _walk(jaxpr: Any, values: dict[Any, _Value], active: np.ndarray, points: np.
     return sent
 
 
-def _sent_by_branches(
-    equation: Any, inputs: list[_Value], active: np.ndarray, points: np.ndarray, sizes: Sequence[int]
-) -> _Sent:
+def _sent_by_branches(equation: Any, inputs: list[_Value], active: np.ndarray, place: _Place) -> _Sent:
     index, branches = inputs[0], equation.params["branches"]
     each: list[_Sent] = []
     for number, branch in enumerate(branches):
@@ -146,7 +173,7 @@ def _sent_by_branches(
         elif index.may is not None and number > 0:
             runs = active * index.may
         entering = dict(zip(branch.jaxpr.invars, inputs[1:], strict=True))
-        each.append(_walk(branch.jaxpr, entering, runs, points, sizes))
+        each.append(_walk(branch.jaxpr, entering, runs, place))
     if index.known is not None:
         return [one for sent in each for one in sent if one[1] != 0]
     if not index.same:
@@ -166,18 +193,28 @@ def _entering(inner: Any, equation: Any, inputs: list[_Value], turns: int | None
         return dict(zip(inner.constvars, inputs, strict=True))
     if len(inner.invars) != len(inputs) or turns is None:
         return {}
-    constant = equation.params.get("num_consts", len(inputs)) if equation.primitive.name == "scan" else len(inputs)
+    constant = carry_of_scan(equation, inner).start if equation.primitive.name == "scan" else len(inputs)
     return dict(zip(inner.invars[:constant], inputs[:constant], strict=True))
 
 
-def _result(equation: Any, inputs: list[_Value], points: np.ndarray, sizes: Sequence[int]) -> _Value:
+def _result(equation: Any, inputs: list[_Value], place: _Place) -> _Value:
+    """What an equation gives, in its dtype: an overflow, a conversion to bool, decide what is sent as well."""
+    result = _exact_result(equation, inputs, place)
+    if result.known is None:
+        return result
+    with np.errstate(all="ignore"):
+        return _Value(result.known.astype(equation.outvars[0].aval.dtype))
+
+
+def _exact_result(equation: Any, inputs: list[_Value], place: _Place) -> _Value:
     name, params = equation.primitive.name, equation.params
     if name == "program_id":
-        return _Value(points[params["axis"]])
+        return _Value(place.points[params["axis"]])
     if name == "num_programs":
-        return _Value(np.full(points.shape[1], sizes[params["axis"]]))
+        return _Value(np.full(place.points.shape[1], place.sizes[params["axis"]]))
     if name == "axis_index":
-        return _OF_RANK
+        is_of_cores = params["axis_name"] in place.axes
+        return _Value(place.points[place.axes.index(params["axis_name"])]) if is_of_cores else _OF_RANK
     if name in _READS or any(True for _ in inner_jaxprs(equation)):
         return _OF_RANK if inputs and all(one.is_same for one in inputs) and name in _READS else _OF_DATA
     if name == "convert_element_type":
@@ -186,7 +223,8 @@ def _result(equation: Any, inputs: list[_Value], points: np.ndarray, sizes: Sequ
         return _both(*inputs)
     known = [one.known for one in inputs]
     if name in _ARITHMETIC and all(one is not None for one in known):
-        return _Value(_ARITHMETIC[name](*known))
+        with np.errstate(all="ignore"):
+            return _Value(_ARITHMETIC[name](*known))
     return _OF_RANK if inputs and all(one.is_same for one in inputs) else _OF_DATA
 
 

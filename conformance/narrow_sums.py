@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from conformance.traced import inner_jaxprs, is_transparent, is_variable
+from conformance.traced import KERNELS, carry_of_scan, inner_jaxprs, is_transparent, is_variable
 from conformance.wire_plan import OF_ROUNDED
 
 State = frozenset[str]
@@ -52,7 +52,7 @@ _MOVES = (
 )
 _ADDS = ("add", "add_any", "cumsum", "reduce_sum", "scatter-add", "sub")
 # They sum wide inside, and may give what comes out rounded.
-_SUMS_INSIDE = ("dot_general", "pallas_call")
+_SUMS_INSIDE = ("dot_general", "run_state", *KERNELS)
 _MANTISSA_BITS_OF_FLOAT32 = 23
 _NARROW = ("bfloat16", "float16", "float8")
 
@@ -128,17 +128,7 @@ def _is_narrow(var: Any) -> bool:
 
 def _after_scan(equation: Any, inputs: list[State]) -> list[State]:
     ((inner, _),) = inner_jaxprs(equation)
-    # Inputs are constants, carry, and what is scanned over; outputs are carry and what is stacked. The parameters that
-    # say how many of each are not the same in every JAX; that a turn sees one dimension less is.
-    scanned = _with_another_rank(equation.invars, inner.invars)
-    carried = len(equation.outvars) - _with_another_rank(equation.outvars, inner.outvars)
-    last = len(inputs) - scanned
-    return _settled(inner, inputs, slice(last - carried, last))
-
-
-def _with_another_rank(outside: Sequence[Any], inside: Sequence[Any]) -> int:
-    pairs = zip(outside, inside, strict=True)
-    return sum(len(getattr(one.aval, "shape", ())) != len(getattr(other.aval, "shape", ())) for one, other in pairs)
+    return _settled(inner, inputs, carry_of_scan(equation, inner))
 
 
 def _after_while(equation: Any, inputs: list[State]) -> list[State]:

@@ -17,7 +17,7 @@ import jax
 from conformance.hlo import collectives_of
 from conformance.kernel_copies import kernel_copies
 from conformance.narrow_sums import narrow_sums
-from conformance.traced import Reached, inner_jaxprs, is_variable, phase_of, reached
+from conformance.traced import KERNELS, Reached, inner_jaxprs, is_variable, phase_of, reached
 
 _KINDS = {
     "all_gather": "all-gather",
@@ -100,7 +100,7 @@ def kernel_runs(traced: Any) -> dict[str, int | None]:
     """How often each Pallas kernel runs on a device, by its name; None where it stands in a loop of unknown length."""
     runs: dict[str, int | None] = {}
     for at in reached(traced.jaxpr):
-        if at.equation.primitive.name == "pallas_call":
+        if at.equation.primitive.name in KERNELS:
             name = _kernel_name(at.equation.params)
             before = runs.get(name, 0)
             runs[name] = None if before is None or at.trips is None else before + at.trips

@@ -20,6 +20,8 @@ PHASES = ("primal", "forward", "backward")
 
 # Equations whose one inner jaxpr takes the equation's own inputs and gives its own outputs.
 TRANSPARENT = ("checkpoint", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "jit", "pjit", "remat2")
+KERNELS = ("pallas_call", "core_map", "mpmd_map")
+"""Calls of Pallas kernels: `pl.pallas_call`, `pl.core_map`, `pl.kernel`."""
 _SCOPE = re.compile(rf"halocheck_({'|'.join(PHASES)})_(\w+?)(?![a-z_])")
 
 
@@ -58,14 +60,28 @@ def _visit(jaxpr: Any, used: Sequence[bool], trips: int | None, phase: str, foun
     needed = {var for var, is_used in zip(jaxpr.outvars, used, strict=True) if is_used and is_variable(var)}
     for equation in reversed(jaxpr.eqns):
         outputs = [var in needed for var in equation.outvars]
-        # A collective's only effect is to need its axis.
-        if not any(outputs) and all(type(effect).__name__ == "NamedAxisEffect" for effect in equation.effects):
+        if not any(outputs) and not _is_kept(equation):
             continue
         own = phase or phase_of(str(equation.source_info.name_stack))
         found.append(Reached(equation, trips, own))
         inputs = _visit_inner(equation, outputs, trips, own, found)
         needed |= {var for var, is_used in zip(equation.invars, inputs, strict=True) if is_used and is_variable(var)}
     return [var in needed for var in jaxpr.invars]
+
+
+def _is_kept(equation: Any) -> bool:
+    """Whether XLA keeps an equation of which no result is used: it has effects, or a kernel inside says it has some."""
+    # A collective's only effect is to need its axis.
+    has_effects = any(type(effect).__name__ != "NamedAxisEffect" for effect in equation.effects)
+    return has_effects or _has_an_effectful_kernel(equation)
+
+
+def _has_an_effectful_kernel(equation: Any) -> bool:
+    if equation.primitive.name in KERNELS:
+        says = getattr(equation.params["compiler_params"], "has_side_effects", False)
+        # Kernels of the other SideEffectTypes may be removed where they are not used.
+        return getattr(says, "value", says) in (True, "side_effecting")
+    return any(_has_an_effectful_kernel(within) for inner, _ in inner_jaxprs(equation) for within in inner.eqns)
 
 
 def _visit_inner(equation: Any, outputs: list[bool], trips: int | None, phase: str, found: list[Reached]) -> list[bool]:
@@ -108,3 +124,20 @@ def inner_jaxprs(equation: Any) -> Iterator[tuple[Any, int | None]]:
             inner = getattr(item, "jaxpr", item)
             if hasattr(inner, "eqns"):
                 yield inner, turns
+
+
+def carry_of_scan(equation: Any, inner: Any) -> slice:
+    """Which of a scan's inputs are its carry: before are constants, behind is what is scanned over.
+
+    The parameters that say how many there are of each are not the same in every JAX; that a turn sees one dimension
+    less of what is scanned or stacked is.
+    """
+    scanned = _with_another_rank(equation.invars, inner.invars)
+    carried = len(equation.outvars) - _with_another_rank(equation.outvars, inner.outvars)
+    last = len(equation.invars) - scanned
+    return slice(last - carried, last)
+
+
+def _with_another_rank(outside: Sequence[Any], inside: Sequence[Any]) -> int:
+    pairs = zip(outside, inside, strict=True)
+    return sum(len(getattr(one.aval, "shape", ())) != len(getattr(other.aval, "shape", ())) for one, other in pairs)

@@ -11,9 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from conformance.kernel_copies import is_remote_copy
-from conformance.traced import inner_jaxprs, reached
-
-_CALLS = ("pallas_call", "core_map", "mpmd_map")
+from conformance.traced import KERNELS, inner_jaxprs, reached
 
 
 @dataclass(frozen=True)
@@ -31,7 +29,7 @@ class CopyingKernel:
 
 def copying_kernels(traced: Any) -> tuple[CopyingKernel, ...]:
     """Those of what `jax.jit(f).trace(…)` gives, without repetition."""
-    calls = (at.equation for at in reached(traced.jaxpr) if at.equation.primitive.name in _CALLS)
+    calls = (at.equation for at in reached(traced.jaxpr) if at.equation.primitive.name in KERNELS)
     found = (_kernel(call) for call in calls)
     return tuple(dict.fromkeys(kernel for kernel in found if kernel is not None))
 
