@@ -13,7 +13,7 @@ import numpy as np
 
 from conformance.inputs import STRUCTURED, rows_of
 from conformance.philox import Draws
-from conformance.probed_answers import outline_of
+from conformance.probed_answers import PROBE_BEYOND_PAIRS, outline_of, visible_pairs
 from conformance.problem import Case, Problem
 from conformance.value_kinds import STREAMS
 from oracle.budget import Precision
@@ -30,6 +30,15 @@ Rows = Callable[[str, int, slice, slice], np.ndarray]
 def has_unprobed_keys(case: Case) -> bool:
     """Whether most keys have more readers than a probe can afford, and roundings are independent of each other."""
     return None in case.problem.window and case.values not in STRUCTURED
+
+
+def leaves_keys_unseen(case: Case, in_parts: bool) -> bool:
+    """Whether nothing is known of most keys' gradients: too dear to probe, and no sum of all is at hand.
+
+    `in_parts`: every host holds rows of its own.
+    """
+    is_asked = has_unprobed_keys(case) and not in_parts
+    return None in case.problem.window and visible_pairs(case) > PROBE_BEYOND_PAIRS and not is_asked
 
 
 def chosen_kv_heads(case: Case) -> tuple[tuple[int, int], ...]:

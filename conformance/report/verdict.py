@@ -13,6 +13,7 @@ from conformance.aot import check as aot
 from conformance.checks import CHECKS
 from conformance.designated import asks_lse
 from conformance.finding import Finding
+from conformance.key_identities import leaves_keys_unseen
 from conformance.problem import Case
 from conformance.runner import Run, TargetRun
 from conformance.session import CONFORMS, DECLINED, FINDING, INCONCLUSIVE
@@ -154,6 +155,7 @@ def _limits(target: TargetRun, run: Run, counts: dict[str, int]) -> list[str]:
     for (check, tensor), why in withheld.items():
         times = sum((check, tensor) in result.withheld for result in target.all_results)
         limits.append(f"{check} of {tensor} (not compared in {times} of {len(target.all_results)} cases): {why}")
+    limits += _unseen_keys(target, run)
     not_asked = {check: why for result in target.all_results for check, why in result.cannot_ask.items()}
     shown_by = {check for result in target.all_results for check, _ in result.shares} | not_asked.keys()
     silent = {check: why for result in target.all_results for check, why in result.no_question.items()}
@@ -181,6 +183,19 @@ def _limits(target: TargetRun, run: Run, counts: dict[str, int]) -> list[str]:
     if taken and all(problem.context_parallelism * problem.ulysses_parallelism == 1 for problem in taken):
         limits.append("no case that it took has more than one rank")
     return limits
+
+
+def _unseen_keys(target: TargetRun, run: Run) -> list[str]:
+    """What to say of large cases most of whose keys nobody looks at."""
+    in_parts = run.plan.num_hosts is not None
+    taken = [result.case for result in target.all_results if result.status != DECLINED]
+    if not (unseen := sum(leaves_keys_unseen(case, in_parts) for case in taken)):
+        return []
+    why = "every host has its own rows" if in_parts else "their values are structured"
+    return [
+        f"gradients of dkey and dvalue (on {unseen} of {len(target.all_results)} cases, of the last keys alone): most "
+        f"keys have too many readers to be probed, and are not summed up where {why}"
+    ]
 
 
 def _is_owed(target: TargetRun, cell: Cell) -> bool:

@@ -84,6 +84,27 @@ def test_a_tensor_that_is_withheld_is_said_to_be_and_owed_until_a_case_has_it() 
     assert _status(run) == (CONFORMS, 0), "over several hosts as in one process"
 
 
+@pytest.mark.parametrize(
+    ("changes", "num_hosts", "why"),
+    [
+        ({"window": (None, 0)}, 2, "every host has its own rows"),
+        ({"window": (None, 0), "values": "constant"}, None, "their values are structured"),
+        ({"window": (None, 0)}, None, None),
+        ({"window": (99, 0), "values": "constant"}, 2, None),
+        ({"window": (None, 0), "seq_len": 256}, 2, None),
+    ],
+)
+def test_where_most_keys_of_a_large_case_are_not_looked_at_the_verdict_says_so(
+    changes: dict[str, Any], num_hosts: int | None, why: str | None
+) -> None:
+    large = _PLAIN.replace(**{"seq_len": 8192, "sliding_window_size": None, **changes})
+    run = _run(_passed(large), _passed(_PLAIN))
+    run.plan = dataclasses.replace(run.plan, num_hosts=num_hosts)
+    words = f"are not summed up where {why}"
+    assert ("on 1 of 2 cases, of the last keys alone" in _remarks(run)) == (why is not None)
+    assert why is None or words in _remarks(run), "and why"
+
+
 def test_a_target_that_passed_every_case_conforms() -> None:
     run = _run(_passed(_SINKS, 0.25), _passed(_PLAIN, 0.5))
     assert _status(run) == (CONFORMS, 0), "nothing is left open"
