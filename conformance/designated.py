@@ -16,6 +16,7 @@ _ONE_IN = {
     "remat": (64, 13),
     "work": (36, 21),
     "compiled work": (144, 21),
+    "fresh process": (128, 67),  # some of those of "programs"
 }
 
 
@@ -58,6 +59,13 @@ def compiles_work(case: Case) -> bool:
 def asks_programs(case: Case) -> bool:
     """Whether another problem is called after this case, and then the case once more (the check `invariance`)."""
     return _is_designated("programs", case)
+
+
+def asks_fresh_process(case: Case) -> bool:
+    """Whether those programs start in a process that has run no other case: what earlier cases left to be kept may suit
+    them by chance. To start one takes two seconds.
+    """
+    return _is_designated("fresh process", case)
 
 
 def _is_designated(check: str, case: Case) -> bool:

@@ -18,6 +18,7 @@ from conformance.checks import CHECKS
 from conformance.checks.contract import SPOILS_PROCESS, lost, meddling
 from conformance.checks.contract import TENSOR as CALL
 from conformance.checks.outcome import Detail
+from conformance.designated import asks_fresh_process
 from conformance.devices import Devices
 from conformance.evidence import Evidence
 from conformance.finding import Finding
@@ -169,6 +170,8 @@ class Session:
     def _send(self, case: Case) -> WorkerLost | None:
         """Has a worker begin with the case; a target that loaded once and then does not has lost its worker."""
         enable_x64 = _needs_x64(case)
+        if enable_x64 in self._workers and "invariance" in self._asked(case) and asks_fresh_process(case):
+            self._workers.pop(enable_x64).close()
         if enable_x64 not in self._workers:
             try:
                 self._workers[enable_x64] = Worker(self._spec, self._devices, enable_x64=enable_x64)

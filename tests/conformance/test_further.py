@@ -7,6 +7,7 @@ import pytest
 from conformance.case_list import case_list
 from conformance.case_text import parse_case
 from conformance.checks import CHECKS
+from conformance.designated import asks_fresh_process, asks_programs
 from conformance.devices import Devices
 from conformance.execution import execute
 from conformance.problem import Case
@@ -29,6 +30,14 @@ def test_each_costly_check_is_asked_on_a_few_cases_of_every_list(check: str, see
 @pytest.mark.parametrize("check", _COSTLY)
 def test_a_case_that_was_shrunk_does_not_pay_for_them(check: str) -> None:
     assert not CHECKS[check].asks_about(Case()), "the shrinker makes the seed zero where it can"
+
+
+@pytest.mark.parametrize("seed", [0, 1, 7])
+def test_a_fresh_process_is_for_a_few_of_the_cases_that_call_other_problems(seed: int) -> None:
+    cases = case_list("quick", seed)
+    fresh = [case for case in cases if asks_fresh_process(case)]
+    assert all(asks_programs(case) for case in fresh), "nothing else has a use for it"
+    assert 1 <= len(fresh) <= 4 < sum(map(asks_programs, cases)), "a few: each costs two seconds"
 
 
 def test_a_worker_does_only_what_it_is_asked() -> None:

@@ -15,6 +15,7 @@ from conformance.checks import Check
 from conformance.devices import Devices
 from conformance.evidence import Evidence
 from conformance.known_issues import KnownIssue
+from conformance.problem import Case
 from conformance.process import WorkerLost
 from conformance.session import CONFORMS, DECLINED, FINDING, INCONCLUSIVE, HarnessError, Session
 from conformance.target import TargetDescription, TargetError
@@ -112,6 +113,29 @@ def test_a_problem_is_held_to_the_numerics_that_it_is_said_to_have(start: Any, r
     held, _ = start((message, off), (message | {"uses_tpu_precision": False}, off), **declared)
     shares = [held.run(case).shares["output", "out"] for case in (_CASE, _CASE)]
     assert shares[0] < 1 < shares[1], "the same error, with and without the excuse"
+
+
+_FRESH = parse_case("v=1 seq_len=8 sliding_window_size=3 seed=67")
+
+
+@pytest.mark.parametrize(
+    ("case", "checks", "processes"),
+    [
+        (_FRESH, ("contract", "invariance"), 2),
+        (_FRESH, ("contract", "output"), 1),  # it calls no other problem then
+        (_OTHER, ("contract", "invariance"), 1),
+    ],
+)
+def test_some_cases_that_call_other_problems_start_where_nothing_else_has_run(
+    start: Any, case: Case, checks: tuple[str, ...], processes: int
+) -> None:
+    declined = ({"declined": "not for me"}, {})
+    held, script = start(declined, declined, checks=checks)
+    held.run(_CASE)
+    held.run(case)
+    ran = [len(cases) for _, cases in script.started]
+    assert ran == ([2] if processes == 1 else [1, 1]), "in one process, or the second in one of its own"
+    assert script.open == 1, "the other one was ended"
 
 
 def test_what_is_known_of_a_target_is_no_finding_and_is_said(
