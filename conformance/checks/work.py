@@ -3,7 +3,8 @@
 Two programs of one problem are compared that differ in the sequence's length alone. Their costs are those of the traced
 and compiled program, so that no clock is asked. A finding only for a target that claims `halo`: the others may see the
 whole sequence by their nature, and their figures are reported. A loop that turns once for every row, and constants with
-a value for every pair of rows, are findings for whoever claims a strategy: no accelerator has a use for either.
+a value for every pair of rows, are findings for whoever claims a strategy: no accelerator has a use for either. What
+stands in a loop whose number of turns nobody knows counts once: then it can be too much, and is never said to conform.
 May touch: evidence, findings. Tests: tests/conformance/test_checks_work.py.
 """
 
@@ -33,28 +34,38 @@ _MEASURES = (
     ("program", "equations", "equations of its program", _PROGRAM_HALFWAY),
 )
 
+# Those that count an equation as often as it runs.
+_BY_TURNS = ("matmul_flops", "elements", "longest_loop")
+_TURNS_UNKNOWN = "arrays are computed in a loop whose number of turns is not known, so nobody knows what it costs"
+
 
 def check(evidence: Evidence) -> Outcome:
     """Compares the costs at one length with those at four times that length, and (figures only) at a wider window."""
     shares: dict[str, float] = {}
     findings: dict[tuple[str, str], Finding] = {}
     figures: dict[str, float] = {}
+    unknown: dict[str, str] = {}
     for layout, facts in evidence.message.get("work", {}).items():
         if "declined" in facts:
             continue
         for tensor, share, finding in _judged(evidence, layout, facts):
-            shares[tensor] = max(shares.get(tensor, 0.0), share)
+            if share is None:
+                unknown[tensor] = _TURNS_UNKNOWN
+            else:
+                shares[tensor] = max(shares.get(tensor, 0.0), share)
             if finding is not None:
                 findings.setdefault((tensor, finding.signature), finding)
         figures |= _figures(layout, facts)
-    return Outcome(shares, tuple(findings.values()), figures=figures)
+    withheld = {tensor: why for tensor, why in unknown.items() if tensor not in shares}
+    return Outcome(shares, tuple(findings.values()), figures=figures, withheld=withheld)
 
 
-Judged = Iterator[tuple[str, float, Finding | None]]
+Judged = tuple[str, float | None, Finding | None]
 
 
-def _judged(evidence: Evidence, layout: str, facts: Mapping[str, Any]) -> Judged:
-    """(tensor, share of what is allowed, the finding if it is one) of each cost in one layout."""
+def _judged(evidence: Evidence, layout: str, facts: Mapping[str, Any]) -> Iterator[Judged]:
+    """(tensor, share of what is allowed, the finding if it is one) of each cost in one layout; a share is None where a
+    loop hides it."""
     judges = evidence.target.communication == "halo"
     if "raised" in facts:
         kind, message = facts["raised"]
@@ -75,25 +86,30 @@ def _judged(evidence: Evidence, layout: str, facts: Mapping[str, Any]) -> Judged
             )
             fields = {"expected": limit * base, "got": longer, "share": growth / limit}
             finding = _finding(evidence, tensor, f"{words} do not follow the window", how, fields)
-        yield tensor, growth / limit, finding
+        yield tensor, None if _is_hidden(facts, measure) else growth / limit, finding
     if evidence.target.communication is not None:
         yield _row_loops(evidence, layout, facts)
         yield _pair_constants(evidence, layout, facts)
 
 
-def _row_loops(evidence: Evidence, layout: str, facts: Mapping[str, Any]) -> tuple[str, float, Finding | None]:
+def _is_hidden(facts: Mapping[str, Any], measure: str) -> bool:
+    return measure in _BY_TURNS and facts["longer"]["unknown_loops"] > 0
+
+
+def _row_loops(evidence: Evidence, layout: str, facts: Mapping[str, Any]) -> Judged:
     """The longest loop as a share of the rows that a rank holds, where it grows with them."""
     turns, rows = facts["longer"]["longest_loop"], facts["rows"]
     grows = _growth(facts, "longer", "longest_loop") > _PROGRAM_HALFWAY
     if not grows or turns < rows:
-        return "loops", turns / rows if grows else 0.0, None
+        share = turns / rows if grows else 0.0
+        return "loops", None if _is_hidden(facts, "longest_loop") else share, None
     what = "a loop of its program turns once for every row"
     how = f"{turns} turns where a rank holds {rows} rows, in {layout}"
     fields = {"expected": rows, "got": turns, "share": turns / rows}
     return "loops", turns / rows, _finding(evidence, "loops", what, how, fields)
 
 
-def _pair_constants(evidence: Evidence, layout: str, facts: Mapping[str, Any]) -> tuple[str, float, Finding | None]:
+def _pair_constants(evidence: Evidence, layout: str, facts: Mapping[str, Any]) -> Judged:
     """Constants as a share of one bit for every pair of a rank's rows, where they grow as the pairs do."""
     held, pairs = facts["longer"]["constant_bytes"], facts["rows"] ** 2 / 8
     grows = _growth(facts, "longer", "constant_bytes") > _HALFWAY

@@ -84,6 +84,15 @@ def test_a_constant_with_a_bit_for_every_pair_of_rows_is_a_finding(base: int, lo
     assert signatures == expected, "4096 rows squared are 2 MiB of bits"
 
 
+def test_a_loop_whose_turns_nobody_knows_is_never_said_to_conform() -> None:
+    outcome = _made_up(unknown_loops=3)
+    assert outcome.findings == (), "nobody knows"
+    assert outcome.withheld.keys() == {"flops", "loops"}, "they count turns; the reason is told"
+    assert outcome.shares == {"memory": 0.5, "program": 0.5}, "XLA's memory and the program's size know no turns"
+    (finding,) = _made_up(unknown_loops=3, matmul_flops=16000).findings
+    assert finding.tensor == "flops", "what one turn does outgrows the sequence by itself"
+
+
 def test_only_a_halo_owes_it_and_the_others_figures_are_reported() -> None:
     outcome = _made_up("all_gather", matmul_flops=16000)
     assert outcome.findings == (), "it sees the whole sequence by its nature"

@@ -255,3 +255,14 @@ def test_constants_and_intermediate_arrays_are_counted() -> None:
     assert facts["elements"] >= 16 * 16, "its size shows in what is computed"
     small = cost_facts(_traced(lambda x: x + 1, jax.ShapeDtypeStruct((16,), jnp.float32)))
     assert (small["constant_bytes"], small["elements"]) == (0, 16), "one array of 16"
+
+
+@pytest.mark.parametrize(("on_arrays", "expected"), [(True, 1), (False, 0)])
+def test_loops_whose_turns_nobody_knows_are_told_where_they_compute_with_arrays(on_arrays: bool, expected: int) -> None:
+    def program(x: Any, turns: Any) -> Any:
+        if on_arrays:
+            return jax.lax.fori_loop(0, turns, lambda _, product: product @ x, x)
+        return x * jax.lax.while_loop(lambda step: step < turns, lambda step: 2 * step + 1, 0)
+
+    shapes = jax.ShapeDtypeStruct((4, 4), jnp.float32), jax.ShapeDtypeStruct((), jnp.int32)
+    assert cost_facts(_traced(program, *shapes))["unknown_loops"] == expected
