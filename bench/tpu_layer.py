@@ -21,7 +21,7 @@ LARGE = 50_000
 
 
 def main(topology: str) -> None:
-    """Prints a table, and below it each large operation."""
+    """Prints a table, whose last column names each large operation."""
     os.environ.update(compiler_environment(topology))
     print("| topology | model | layouts | cycles around the kernels | temporary MiB | large operations |")
     print("| --- | --- | --- | --- | --- | --- |")

@@ -1,7 +1,8 @@
 """Chooses the blocks of the Pallas halo kernels: the best by static schedule whose band fits into a core's VMEM.
 
-Sizes are estimated, a little too large rather than too small; that they hold is tested by compiling for every
-generation. Used by pallas_halo.py and dispatch.py; tested in tests/impl/test_pallas_fit.py and test_pallas_aot.py.
+Sizes are estimated, a little too large rather than too small (bench/tpu_vmem.py); that they hold is tested by compiling
+for every generation. Used by pallas_halo.py and dispatch.py; tested in tests/impl/test_pallas_fit.py and
+test_pallas_aot.py.
 """
 
 from dataclasses import dataclass
@@ -14,8 +15,9 @@ BLOCKS = (1024, 512, 256, 128)
 besides its tiles, counts less in a longer one. The first is for windows of its length at least: its halo is as long."""
 LONG_TILE = 256
 """The matrix unit's own size: shorter tiles leave part of it idle, longer ones compute more of what nobody sees."""
-SPILLED_TILES = 8
-"""Float32 tiles of logits that the backward's program keeps in VMEM beside what it asks for: 7.9 for v4."""
+SPILLED_TILES, SPILLED_OF_TILE = 8, 3
+"""Float32 tiles of logits that a program keeps in VMEM beside what it asks for: the backward's, at most (7.9 for v4);
+the forward's for each tile of queries in a block (2.9 on v4, 2.7 on v6e)."""
 MIB = 2**20
 VMEM_OF_KIND = {"TPU v4": 16 * MIB, "TPU v5 lite": 128 * MIB, "TPU v5": 64 * MIB, "TPU v6 lite": 128 * MIB}
 """Of a core, by its device's kind (jax's pallas tpu_info)."""
@@ -67,7 +69,10 @@ class Blocks:
         ring_rows, tile = band.slots * self.block, band.stacked * self.tile * 4
         block_of_queries = 2 * sizes.group * self.block * sizes.dims * sizes.itemsize  # The next one is on its way.
         logits = band.tiles_per_block * len(band.columns) * tile
-        forward = ring_rows * sizes.dims * sizes.itemsize + block_of_queries + logits + SPILLED_TILES // 2 * tile
+        maxima = band.tiles_per_block * band.stacked * LANES * 4
+        held = sizes.group * self.block * (sizes.dims - LANES) * sizes.itemsize
+        spilled = SPILLED_OF_TILE * band.tiles_per_block * tile
+        forward = ring_rows * sizes.dims * sizes.itemsize + block_of_queries + logits + maxima + held + spilled
         rounded = self.block * sizes.dims * sizes.itemsize
         ring_and_gradients = ring_rows * sizes.dims * (sizes.itemsize + 4)
         backward = ring_and_gradients + 2 * block_of_queries + rounded + SPILLED_TILES * tile

@@ -54,6 +54,13 @@ def test_what_the_compiler_counted_for_v4_is_no_more_than_the_estimate() -> None
     assert 19.69 <= blocks.vmem_bytes(16384, 1023, with_ids) / MIB < 21.5, "likewise with segment ids"
 
 
+def test_what_the_compiler_reported_for_v6e_is_no_more_than_the_estimate() -> None:
+    # libtpu 0.0.42.1, `python bench/tpu_vmem.py v6e:2x4`: of the backward with head_dim 256, of the forward with 128.
+    gemma_3 = RowSizes(dims=256, group=2, itemsize=2, segment_ids=False)
+    assert 26.7 <= Blocks(1024, 256).vmem_bytes(16384, 1023, GEMMA_4) / MIB < 28.5, "an estimate, on the safe side"
+    assert 18.9 <= Blocks(1024, 256).vmem_bytes(16384, 1023, gemma_3) / MIB < 20.5, "likewise"
+
+
 def test_nothing_limits_blocks_that_are_interpreted() -> None:
     assert Blocks.fitting(2**17, 2**17, GEMMA_4, None) == Blocks(1024, 256), "an interpreter has no VMEM"
 
