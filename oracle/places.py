@@ -15,8 +15,11 @@ from oracle.probe import Place
 # A key is as dear as a window of queries, so fewer keys are looked at than queries.
 QUERY_GROUPS = 64
 KEY_GROUPS = 16
-# A key whose readers see more keys than this in all is left out: seconds each. (A window of 4096 has 2^25.)
+# A key whose readers see more keys than this in all, in one query head, is left out: seconds each. (A window of 4096
+# has 2^25.) Without a bound few keys have so few readers, and sums over all keys hold the others (identities.py): less
+# is spent on them.
 KEY_PAIRS = 2**26
+UNBOUNDED_KEY_PAIRS = 2**24
 
 
 def default_places(
@@ -38,7 +41,8 @@ def default_places(
     left, right = outline.window
     queries = _groups(outline, chunk, before=right, after=left, random=random)
     keys = _groups(outline, chunk, before=left, after=right, random=random)
-    affordable = KEY_PAIRS // most_visible(outline.window, outline.seq_len)
+    pairs = UNBOUNDED_KEY_PAIRS if None in outline.window else KEY_PAIRS
+    affordable = pairs // most_visible(outline.window, outline.seq_len)
     keys = [group for group in keys if _readers(outline, group[0]) <= affordable]
     return [
         *_placed("query", queries, query_groups, outline, random),

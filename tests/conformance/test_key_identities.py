@@ -32,7 +32,7 @@ _CASES = [
 def few_keys_are_probed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Every case counts as large, and a key is affordable up to eight readers."""
     monkeypatch.setattr(answers, "PROBE_BEYOND_PAIRS", 0)
-    monkeypatch.setattr("oracle.places.KEY_PAIRS", 8 * 96)
+    monkeypatch.setattr("oracle.places.UNBOUNDED_KEY_PAIRS", 8 * 96)
     monkeypatch.setattr(key_identities, "ROWS", 40)  # several blocks, the last a shorter one
     answers._answer.cache_clear()
     yield

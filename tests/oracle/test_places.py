@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from oracle.outline import Outline
-from oracle.places import KEY_PAIRS, default_places
+from oracle.places import UNBOUNDED_KEY_PAIRS, default_places
 
 
 def outline(**changes):
@@ -79,7 +79,7 @@ def test_a_random_sample_is_probed_beside_a_quarter_as_large():
     ],
 )
 def test_which_keys_are_affordable(monkeypatch, window, pairs, keys):
-    monkeypatch.setattr("oracle.places.KEY_PAIRS", pairs)
+    monkeypatch.setattr("oracle.places.UNBOUNDED_KEY_PAIRS" if None in window else "oracle.places.KEY_PAIRS", pairs)
     small = outline(batch=1, seq_len=64, window=window)
     found = positions(default_places(small, chunk=1, seed=0, key_groups=1000), "key")
     assert found == keys, "groups whose first key has few enough readers"
@@ -108,7 +108,7 @@ def test_keys_with_too_many_readers_are_left_out():
     big = outline(batch=1, seq_len=2**17, window=(None, 0))
     keys = positions(default_places(big, chunk=2**14, seed=0, key_groups=1000), "key")
     assert 2**17 - 1 in keys, "the last key has one reader"
-    assert min(keys) >= 2**17 - KEY_PAIRS // 2**17, "no key with more readers than is affordable"
+    assert min(keys) >= 2**17 - UNBOUNDED_KEY_PAIRS // 2**17, "no key with more readers than is affordable"
 
 
 @pytest.mark.parametrize("seq_len", [1, 2, 3])
