@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 import importlib
 import importlib.util
+import inspect
 import sys
 import traceback
 from collections.abc import Callable, Mapping
@@ -115,6 +116,8 @@ def make_target(candidate: Any, spec: str) -> Target:
     Raises:
         TargetError: it is neither, or an optional attribute has a value outside the contract.
     """
+    if isinstance(candidate, type) and inspect.isfunction(inspect.getattr_static(candidate, "attention", None)):
+        raise TargetError(f"{spec} is a class whose `attention` needs an instance: name an instance of it")
     attention = getattr(candidate, "attention", candidate)
     if not callable(attention):
         raise TargetError(f"{spec} is neither a function nor an object with a callable `attention`, got {candidate!r}")

@@ -49,6 +49,24 @@ def test_a_spec_of_another_form_is_refused_with_the_form(spec: str) -> None:
         load_target(spec)
 
 
+class _OfInstances:
+    def attention(self, query: Any, key: Any, value: Any, **context: Any) -> Any:
+        return query
+
+
+class _OfItself:
+    @staticmethod
+    def attention(query: Any, key: Any, value: Any, **context: Any) -> Any:
+        return query
+
+
+def test_a_class_is_refused_where_its_attention_needs_an_instance() -> None:
+    with pytest.raises(TargetError, match="m:Mine is a class whose `attention` needs an instance"):
+        make_target(_OfInstances, "m:Mine")
+    assert make_target(_OfInstances(), "m:mine").attention(1, 2, 3) == 1, "an instance has all that it needs"
+    assert make_target(_OfItself, "m:Mine").attention(1, 2, 3) == 1, "and so has a class of static functions"
+
+
 def test_a_missing_file_is_named(folder: Path) -> None:
     with pytest.raises(TargetError, match=r"no such file: adapters/none\.py"):
         load_target("adapters/none.py:attention")
