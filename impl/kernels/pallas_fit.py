@@ -15,9 +15,9 @@ BLOCKS = (1024, 512, 256, 128)
 besides its tiles, counts less in a longer one. The first is for windows of its length at least: its halo is as long."""
 LONG_TILE = 256
 """The matrix unit's own size: shorter tiles leave part of it idle, longer ones compute more of what nobody sees."""
-SPILLED_TILES, SPILLED_BESIDE_WEIGHTS = 8, 1
+SPILLED_TILES, SPILLED_WEIGHTS = 8, 1.75
 """Float32 tiles of logits that a program keeps in VMEM beside what it asks for: the backward's, at most (7.9 for v4);
-the forward's for each tile of queries in a block, beside their weights in the inputs' dtype (0.2 to 0.7 on v6e)."""
+the forward's for each tile of queries in a block, as a multiple of their weights (1.1 to 1.64 on v6e)."""
 MIB = 2**20
 VMEM_OF_KIND = {"TPU v4": 16 * MIB, "TPU v5 lite": 128 * MIB, "TPU v5": 64 * MIB, "TPU v6 lite": 128 * MIB}
 """Of a core, by its device's kind (jax's pallas tpu_info)."""
@@ -72,7 +72,7 @@ class Blocks:
         maxima = band.tiles_per_block * band.stacked * LANES * 4
         held = sizes.group * self.block * (sizes.dims - LANES) * sizes.itemsize
         weights = (band.tiles_before + 1) * tile * sizes.itemsize // 4
-        spilled = band.tiles_per_block * (weights + SPILLED_BESIDE_WEIGHTS * tile)
+        spilled = band.tiles_per_block * int(SPILLED_WEIGHTS * weights)
         forward = ring_rows * sizes.dims * sizes.itemsize + block_of_queries + logits + maxima + held + spilled
         rounded = self.block * sizes.dims * sizes.itemsize
         ring_and_gradients = ring_rows * sizes.dims * (sizes.itemsize + 4)

@@ -58,14 +58,15 @@ def test_what_the_compiler_reported_for_v6e_is_no_more_than_the_estimate() -> No
     # libtpu 0.0.42.1, `python bench/tpu_vmem.py v6e:2x4`: of the backward with head_dim 256, of the forward with 128.
     gemma_3 = RowSizes(dims=256, group=2, itemsize=2, segment_ids=False)
     assert 26.7 <= Blocks(1024, 256).vmem_bytes(16384, 1023, GEMMA_4) / MIB < 28.5, "an estimate, on the safe side"
-    assert 18.9 <= Blocks(1024, 256).vmem_bytes(16384, 1023, gemma_3) / MIB < 21.5, "likewise"
+    assert 18.9 <= Blocks(1024, 256).vmem_bytes(16384, 1023, gemma_3) / MIB < 23.5, "likewise"
 
 
 def test_a_long_window_has_shorter_blocks_where_the_compiler_refused_the_longest() -> None:
     # libtpu 0.0.42.1 for v6e, the forward of Mistral 7B: "size 113.23M and limit 100.00M".
     mistral = RowSizes(dims=256, group=4, itemsize=2, segment_ids=False)
-    assert 113.23 <= Blocks(1024, 256).vmem_bytes(16384, 4095, mistral) / MIB < 118, "an estimate, on the safe side"
+    assert 113.23 <= Blocks(1024, 256).vmem_bytes(16384, 4095, mistral) / MIB < 140, "an estimate, on the safe side"
     assert Blocks.fitting(16384, 4095, mistral, 100 * MIB) == Blocks(512, 256), "which fits"
+    assert 68.0 <= Blocks(512, 256).vmem_bytes(16384, 4095, mistral) / MIB < 72, "as reported, on the safe side"
 
 
 def test_nothing_limits_blocks_that_are_interpreted() -> None:
