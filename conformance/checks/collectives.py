@@ -23,6 +23,8 @@ from conformance.problem import Problem
 from conformance.wire_plan import OF_ROUNDED, Allowance, WirePlan, halo_rows, joined, wire_plan
 
 TENSORS = ("forward", "backward")
+# The figure that says what a declared halo_row_multiple lets a halo send.
+ROWS_ALLOWED = "halo rows allowed, of those the window reaches"
 # What XLA names a collective after that the target itself wrote.
 _EXPLICIT = ("all_gather", "all_to_all", "pmax", "pmin", "ppermute", "psum", "ragged_all_to_all", "reduce_scatter")
 
@@ -91,7 +93,7 @@ def _figures(problem: Problem, claim: str, multiple: int) -> dict[str, float]:
     """How much more than its window's rows a halo may send, as it declares."""
     if claim != "halo" or multiple == 1 or not halo_rows(problem)[0]:
         return {}
-    return {"halo rows allowed, of those the window reaches": halo_rows(problem, multiple)[0] / halo_rows(problem)[0]}
+    return {ROWS_ALLOWED: halo_rows(problem, multiple)[0] / halo_rows(problem)[0]}
 
 
 class _Judgement:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from conformance.aot import check as aot
 from conformance.checks import CHECKS
+from conformance.checks.collectives import ROWS_ALLOWED
 from conformance.designated import asks_lse
 from conformance.finding import Finding
 from conformance.key_identities import leaves_keys_unseen
@@ -174,6 +175,11 @@ def _limits(target: TargetRun, run: Run, counts: dict[str, int]) -> list[str]:
         declared = ", ".join(f"{name}={value}" for name, value in of.numerics.items())
         where = ", where it says that it has them" if of.platform == "tpu" and of.tpu_precision_varies else ""
         limits.append(f"allowances are for the numerics it declares{where}: {declared}")
+    if allowed := [result.figures[ROWS_ALLOWED] for result in target.all_results if ROWS_ALLOWED in result.figures]:
+        limits.append(
+            f"collectives: it sends halo rows in multiples of {of.halo_row_multiple}, as it declares: up to "
+            f"{max(allowed):.3g} times those that the window reaches are allowed"
+        )
     if unasked := [name for name in CHECKS if name not in run.plan.check_names]:
         limits.append(f"not asked for: {', '.join(unasked)}")
     if of.has_lse and not of.lse_grad:

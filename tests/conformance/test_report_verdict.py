@@ -207,6 +207,19 @@ def test_declining_more_than_half_is_said_and_exactly_half_is_not() -> None:
     assert _status(more)[0] == CONFORMS, "what it takes, it gets right"
 
 
+def test_what_a_declared_multiple_of_rows_lets_a_halo_send_is_printed_with_the_verdict() -> None:
+    figures = [{"halo rows allowed, of those the window reaches": times} for times in (1.5, 32.0)]
+    results = [dataclasses.replace(_passed(_PLAIN), figures=some) for some in figures]
+    run = _run(*results, halo_row_multiple=64)
+    remarks = verdict_of(run.targets[0], run).remarks
+    assert (
+        "collectives: it sends halo rows in multiples of 64, as it declares: up to 32 times those that the window "
+        "reaches are allowed"
+    ) in remarks
+    exact = _run(_passed(_PLAIN))
+    assert not any("multiples" in remark for remark in verdict_of(exact.targets[0], exact).remarks)
+
+
 def test_declared_numerics_are_printed_with_the_verdict() -> None:
     run = _run(_passed(_PLAIN), precision={"rounded_probabilities": True, "matmul_passes": 1})
     assert "allowances are for the numerics it declares: rounded_probabilities=True, matmul_passes=1" in _remarks(
