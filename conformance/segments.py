@@ -15,9 +15,10 @@ from conformance.philox import Draws
 from conformance.problem import Case, Document
 from conformance.value_kinds import STREAMS
 
-# Few ids, so that they repeat; unsorted, negative and zero, none of which may mean anything to a target. The large ones
-# are no bfloat16, no float32, and as large as an int32 can be: ids that travel as anything else come back changed.
-DRAWN_IDS = (-2, -1, 0, 1, 2, 3, 1027, 2**24 + 1, 2**31 - 1)
+# Few ids, so that they repeat; unsorted, negative and zero, none of which may mean anything to a target, and neither
+# may the least and the largest int32. The other large ones are no bfloat16 and no float32: ids that travel so come back
+# changed.
+DRAWN_IDS = (-(2**31), -1, 0, 1, 2, 3, 1027, 2**24 + 1, 2**31 - 1)
 _MOST_REDRAWN_DOCUMENTS = 6
 
 
