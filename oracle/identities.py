@@ -3,7 +3,7 @@
 sum dkey (x) key = sum query (x) dquery and sum dvalue (x) value = sum dout (x) out, matrices of features by
 features, by batch row and kv head: along a linear map of the keys that is taken back at the queries no logit changes.
 Time grows with the sequence alone. The allowance is derived in docs/error-budgets.md. NumPy only. Tested in
-tests/oracle/test_identities_of_keys.py.
+tests/oracle/test_identities_*.py.
 """
 
 import dataclasses
