@@ -16,6 +16,9 @@ from jaxtyping import Array, Float, Int32
 
 from conformance.problem import Problem
 
+# The segment id that padding keys get. Every int32 may be an id of a document; this one is of no case that is drawn.
+PADDING_KEY_ID = -1_933_715_401
+
 
 @dataclass(frozen=True)
 class Rows:
@@ -124,11 +127,13 @@ def declined_problem(problem: Problem) -> str | None:
 def ids_that_tell_padding_apart(
     problem: Problem, query_ids: jax.Array, key_ids: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """The ids, with one for padding keys that no query has: kernels compare ids, and know no padding."""
+    """The ids, with PADDING_KEY_ID for padding keys: kernels compare ids, and know no padding.
+
+    It is the same on every rank, so that keys may travel.
+    """
     if problem.padding is None:
         return query_ids, key_ids
-    # The same on every rank, so that keys may travel: ids are small (docs/targets.md), and -2**31 is none of them.
-    return query_ids, jnp.where(key_ids == problem.padding, jnp.iinfo(jnp.int32).min, key_ids)
+    return query_ids, jnp.where(key_ids == problem.padding, PADDING_KEY_ID, key_ids)
 
 
 def in_window(problem: Problem, distance: Any) -> Any:

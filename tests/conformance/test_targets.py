@@ -33,18 +33,20 @@ _SIX_HEADS = "v=1 batch=2 seq_len=12 num_query_heads=6 num_kv_heads=2 head_dim=4
 _TWO_AXES_GLOBAL = "v=1 seq_len=16 num_query_heads=4 head_dim=4 ulysses_parallelism=2 layout=dual_chunk_swap"
 # XLA's CPU compiler refused its own all-to-all where a rank gets a single row.
 _ONE_ROW = "v=1 seq_len=2 num_query_heads=4 sliding_window_size=1 context_parallelism=1 ulysses_parallelism=2"
+# The least int32 is an id like any other, beside padding too.
+_LEAST_ID = f"{_SMALL} sliding_window_size=6 padding=7 documents=5@-2147483648+4@7+3@-2147483648/12@2"
 _TWO_AXES = f"{_TWO_AXES_GLOBAL} sliding_window_size=6 documents=5+11 axis_types=explicit"
 
 
 @pytest.mark.parametrize(
     ("spec", "texts"),
     [
-        (_HALO, [_TWO_HOPS, _TWO_SIDED, _ONE_KEY, _SINKS, _EXACT, _TWO_AXES, _ONE_ROW]),
+        (_HALO, [_TWO_HOPS, _LEAST_ID, _TWO_SIDED, _ONE_KEY, _SINKS, _EXACT, _TWO_AXES, _ONE_ROW]),
         (_ALL_GATHER, [_TWO_HOPS, _TWO_SIDED, _ONE_KEY, _SINKS, _EXACT, _STRIPED, _GLOBAL]),
         (_RING, [_TWO_HOPS, _SINKS, _STRIPED, _GLOBAL, _TWO_AXES]),
         (_ULYSSES, [f"{_SIX_HEADS} sliding_window_size=5 sinks=true layout=dual_chunk_swap", _SIX_HEADS]),
         (_USP, [_TWO_AXES, _TWO_AXES_GLOBAL]),
-        (_JAX_NN, [_TWO_HOPS, _TWO_SIDED, _ONE_KEY, _STRIPED_AUTO, _GLOBAL]),
+        (_JAX_NN, [_TWO_HOPS, _LEAST_ID, _TWO_SIDED, _ONE_KEY, _STRIPED_AUTO, _GLOBAL]),
     ],
     ids=["halo", "all_gather", "ring", "ulysses", "usp", "jax.nn"],
 )
