@@ -56,8 +56,9 @@ def check(evidence: Evidence) -> Outcome:
             if finding is not None:
                 findings.setdefault((tensor, finding.signature), finding)
         figures |= _figures(layout, facts)
-    withheld = {tensor: why for tensor, why in unknown.items() if tensor not in shares}
-    return Outcome(shares, tuple(findings.values()), figures=figures, withheld=withheld)
+    # One layout that hides its cost is enough: what the other shows is no answer for both.
+    shares = {tensor: share for tensor, share in shares.items() if tensor not in unknown}
+    return Outcome(shares, tuple(findings.values()), figures=figures, withheld=unknown)
 
 
 Judged = tuple[str, float | None, Finding | None]

@@ -84,11 +84,22 @@ def test_a_constant_with_a_bit_for_every_pair_of_rows_is_a_finding(base: int, lo
     assert signatures == expected, "4096 rows squared are 2 MiB of bits"
 
 
+def test_a_layout_that_hides_its_cost_is_not_made_good_by_the_other() -> None:
+    plain = dict.fromkeys(("base", "longer", "wider"), _COSTS) | {"rows": 4096}
+    hidden = plain | dict.fromkeys(("base", "longer", "wider"), _COSTS | {"unknown_loops": 3})
+    for layouts in ((plain, hidden), (hidden, plain)):
+        message = {"work": dict(zip(("contiguous", "dual_chunk_swap"), layouts, strict=True))}
+        evidence = Evidence(TargetDescription("m:t", "t", communication="halo"), parse_case(_CASE), message, {})
+        outcome = CHECKS["work"].run(evidence)
+        assert outcome.withheld.keys() == {"flops", "memory", "loops"}, "the cost of one layout is not known"
+        assert not outcome.withheld.keys() & outcome.shares.keys(), "so neither is said to conform"
+
+
 def test_a_loop_whose_turns_nobody_knows_is_never_said_to_conform() -> None:
     outcome = _made_up(unknown_loops=3)
     assert outcome.findings == (), "nobody knows"
-    assert outcome.withheld.keys() == {"flops", "loops"}, "they count turns; the reason is told"
-    assert outcome.shares == {"memory": 0.5, "program": 0.5}, "XLA's memory and the program's size know no turns"
+    assert outcome.withheld.keys() == {"flops", "memory", "loops"}, "they count turns; the reason is told"
+    assert outcome.shares == {"program": 0.5}, "the size of the program knows no turns"
     (finding,) = _made_up(unknown_loops=3, matmul_flops=16000).findings
     assert finding.tensor == "flops", "what one turn does outgrows the sequence by itself"
 
