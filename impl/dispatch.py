@@ -81,7 +81,7 @@ def _layer(
         ),
         kernel=local_kernel(operands, mesh, config, resolved),
         kernel_config=KernelConfig(
-            window=resolved.window,
+            window=_within(resolved.window, seq_len),
             scale=1 / math.sqrt(head_dim) if config.scale is None else float(config.scale),
             attn_logits_soft_cap=None if config.attn_logits_soft_cap is None else float(config.attn_logits_soft_cap),
             padding_segment_id=None if padding_segment_id is None else int(padding_segment_id),
@@ -95,6 +95,13 @@ def _layer(
         ulysses_parallelism=1 if ulysses_axis is None else mesh.shape[ulysses_axis],
         halo_transfer=config.halo_transfer,
     )
+
+
+def _within(window: tuple[int | None, int | None], seq_len: int) -> tuple[int | None, int | None]:
+    """The window's bounds no longer than the sequence: whoever means "everything" by 2**31 - 1 must not have a position
+    and a bound add up beyond int32."""
+    left, right = (None if reach is None else min(reach, seq_len - 1) for reach in window)
+    return left, right
 
 
 def local_kernel(operands: dict, mesh: Mesh, config: AttentionConfig, resolved: ResolvedLayer) -> str:

@@ -90,6 +90,14 @@ def test_halo_is_exact_from_both_sides(check_exact, layout, window) -> None:
     check_exact(context=4, layout=layout, seq_len=48, window=window, documents=(30, 18))
 
 
+@pytest.mark.parametrize(
+    ("strategy", "window"),
+    [("halo", (2**31 - 1, 2**31 - 1)), ("halo", (2**63, 0)), ("ring", (3, 2**31 - 1)), ("all_gather", (3, 2**31))],
+)
+def test_a_window_that_is_meant_for_everything_is_exact(check_exact, strategy, window) -> None:
+    check_exact(strategy=strategy, **sizes("dual_chunk_swap", 2), layout="dual_chunk_swap", window=window)
+
+
 @pytest.mark.parametrize("strategy", [*STRATEGIES, "usp"])
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
 def test_the_head_dims_of_published_models_are_exact(check_exact, strategy, head_dim) -> None:
