@@ -28,6 +28,9 @@ def mesh_of(problem: Problem, devices: Sequence[Any]) -> Mesh:
     taken = list(devices[: problem.num_devices])
     if problem.device_order == "reversed":
         taken.reverse()
+    elif problem.device_order == "rotated":
+        # From three devices on it is not its own inverse: an order read the wrong way round shows.
+        taken = taken[-1:] + taken[:-1]
     axes = [axis for axis, _ in problem.mesh_shape]
     sizes = [size for _, size in problem.mesh_shape]
     explicit = _EXPLICIT_AXES[problem.axis_types]

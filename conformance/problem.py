@@ -19,7 +19,7 @@ import oracle.layout
 
 LAYOUTS = ("contiguous", "dual_chunk_swap", "striped")
 AXIS_TYPES = ("auto", "explicit", "mixed")
-DEVICE_ORDERS = ("natural", "reversed")
+DEVICE_ORDERS = ("natural", "reversed", "rotated")
 DTYPES = ("float32", "bfloat16", "float64")
 MATMUL_PRECISIONS = ("highest", "default")
 VALUE_KINDS = (

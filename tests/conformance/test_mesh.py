@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import jax
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+from conformance.checks import Outcome
 from conformance.mesh import mesh_of, shardings_of
 from conformance.problem import Problem
 
@@ -32,12 +34,14 @@ def test_axes_have_the_problems_types(axis_types: str, explicit: set[str]) -> No
         assert of == (AxisType.Explicit if axis in explicit else AxisType.Auto), axis
 
 
-def test_devices_stand_in_natural_or_reversed_order_of_the_first_ones() -> None:
+def test_devices_stand_in_natural_reversed_or_rotated_order_of_the_first_ones() -> None:
     devices = jax.devices()
     first = devices[:8]
     assert mesh_of(_PROBLEM, devices).devices.flatten().tolist() == first, "natural"
     reversed_order = mesh_of(_PROBLEM.replace(device_order="reversed"), devices).devices.flatten().tolist()
     assert reversed_order == first[::-1], "the same devices, reversed"
+    rotated = mesh_of(_PROBLEM.replace(device_order="rotated"), devices).devices.flatten().tolist()
+    assert rotated == [first[7], *first[:7]], "device i stands at place i + 1"
 
 
 def test_too_few_devices_are_refused_by_number() -> None:
@@ -71,3 +75,21 @@ def test_under_ulysses_the_sequence_lies_on_both_axes() -> None:
     mesh = mesh_of(problem, jax.devices())
     assert mesh.axis_names == ("data", "context", "ulysses", "tensor"), "ulysses stands after context"
     assert shardings_of(problem, mesh)["segment_ids"].spec == P("data", ("context", "ulysses")), "both axes"
+
+
+@pytest.mark.parametrize(
+    ("name", "order", "is_seen"),
+    [
+        ("device_order_for_its_inverse", "natural", False),
+        ("device_order_for_its_inverse", "reversed", False),  # an order that is its own inverse tells nothing
+        ("device_order_for_its_inverse", "rotated", True),
+        ("device_order_inverted", "rotated", False),
+    ],
+)
+def test_a_device_order_taken_for_its_inverse_is_seen_on_rotated_devices(
+    judged: Callable[[str, str, str], Outcome], name: str, order: str, is_seen: bool
+) -> None:
+    text = f"v=1 seq_len=12 sliding_window_size=3 context_parallelism=3 device_order={order}"
+    outcome = judged(f"wrong:{name}", text, "output")
+    assert bool(outcome.findings) == is_seen, f"{name} on {order} devices: {outcome.findings}"
+    assert "out" in outcome.shares, "asked"

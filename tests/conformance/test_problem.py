@@ -86,7 +86,7 @@ def test_ulysses_ranks_lie_beside_the_context_axis_and_hold_the_sequence_too():
         ),
         ({"layout": "zigzag"}, "layout must be one of contiguous, dual_chunk_swap, striped, got 'zigzag'"),
         ({"axis_types": "manual"}, "axis_types must be one of auto, explicit, mixed, got 'manual'"),
-        ({"device_order": "random"}, "device_order must be one of natural, reversed, got 'random'"),
+        ({"device_order": "random"}, "device_order must be one of natural, reversed, rotated, got 'random'"),
         ({"dtype": "float16"}, "dtype must be one of float32, bfloat16, float64, got 'float16'"),
         ({"precision": "high"}, "precision must be one of highest, default, got 'high'"),
         ({"sinks": 1}, "sinks must be true or false, got 1"),

@@ -31,6 +31,8 @@ _STRIPED_AUTO = f"{_SMALL} sliding_window_size=5 layout=striped"
 _GLOBAL = f"{_SMALL} layout=dual_chunk_swap"
 _SIX_HEADS = "v=1 batch=2 seq_len=12 num_query_heads=6 num_kv_heads=2 head_dim=4 context_parallelism=3"
 _TWO_AXES_GLOBAL = "v=1 seq_len=16 num_query_heads=4 head_dim=4 ulysses_parallelism=2 layout=dual_chunk_swap"
+_ROTATED = "v=1 seq_len=24 num_query_heads=6 num_kv_heads=3 head_dim=4 context_parallelism=3 device_order=rotated"
+_ROTATED = f"{_ROTATED} sliding_window_size=10 tensor_parallelism=2"
 # XLA's CPU compiler refused its own all-to-all where a rank gets a single row.
 _ONE_ROW = "v=1 seq_len=2 num_query_heads=4 sliding_window_size=1 context_parallelism=1 ulysses_parallelism=2"
 # The least int32 is an id like any other, beside padding too.
@@ -41,9 +43,9 @@ _TWO_AXES = f"{_TWO_AXES_GLOBAL} sliding_window_size=6 documents=5+11 axis_types
 @pytest.mark.parametrize(
     ("spec", "texts"),
     [
-        (_HALO, [_TWO_HOPS, _LEAST_ID, _TWO_SIDED, _ONE_KEY, _SINKS, _EXACT, _TWO_AXES, _ONE_ROW]),
-        (_ALL_GATHER, [_TWO_HOPS, _TWO_SIDED, _ONE_KEY, _SINKS, _EXACT, _STRIPED, _GLOBAL]),
-        (_RING, [_TWO_HOPS, _SINKS, _STRIPED, _GLOBAL, _TWO_AXES]),
+        (_HALO, [_TWO_HOPS, _LEAST_ID, _TWO_SIDED, _ONE_KEY, _SINKS, _EXACT, _TWO_AXES, _ONE_ROW, _ROTATED]),
+        (_ALL_GATHER, [_TWO_HOPS, _TWO_SIDED, _ONE_KEY, _SINKS, _EXACT, _STRIPED, _GLOBAL, _ROTATED]),
+        (_RING, [_TWO_HOPS, _SINKS, _STRIPED, _GLOBAL, _TWO_AXES, _ROTATED]),
         (_ULYSSES, [f"{_SIX_HEADS} sliding_window_size=5 sinks=true layout=dual_chunk_swap", _SIX_HEADS]),
         (_USP, [_TWO_AXES, _TWO_AXES_GLOBAL]),
         (_JAX_NN, [_TWO_HOPS, _LEAST_ID, _TWO_SIDED, _ONE_KEY, _STRIPED_AUTO, _GLOBAL]),

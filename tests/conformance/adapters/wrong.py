@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -78,6 +79,37 @@ class _RemembersFirstDocuments:
         return Gathered().supports(problem)
 
 
+class _ReadsDeviceOrder(Gathered):
+    """Finds each rank by the number of its device: `place_of` makes, from devices by place, places by device."""
+
+    def __init__(self, name: str, place_of: Callable[[np.ndarray], np.ndarray]) -> None:
+        super().__init__(name=name)
+        object.__setattr__(self, "place_of", place_of)
+
+    def supports(self, problem: Any) -> str | None:
+        if problem.num_devices > problem.context_parallelism:
+            return "its mesh has one axis"
+        return super().supports(problem)
+
+    def attention(self, query: Any, key: Any, value: Any, *, problem: Any, mesh: Any, **optional: Any) -> Any:
+        devices = np.argsort(np.argsort([device.id for device in mesh.devices.flat]))
+        ranks = self.place_of(devices)[devices]
+        return super().attention(query, key, value, problem=_OnRanks(problem, ranks), mesh=mesh, **optional)
+
+
+class _OnRanks:
+    """A problem whose ranks stand where `ranks` says."""
+
+    def __init__(self, problem: Any, ranks: np.ndarray) -> None:
+        self._problem, self._ranks = problem, ranks
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._problem, name)
+
+    def positions(self) -> np.ndarray:
+        return self._problem.positions().reshape(len(self._ranks), -1)[self._ranks].reshape(-1)
+
+
 one_key_too_many = Gathered(mask=_one_key_too_many, name="one_key_too_many")
 wraps_around = Gathered(mask=_wraps_around, name="wraps_around")
 loses_halo_gradient = Gathered(fetched=_loses_halo_gradient, name="loses_halo_gradient")
@@ -85,4 +117,6 @@ ignores_segments_across_borders = Gathered(
     mask=_ignores_segments_across_borders, name="ignores_segments_across_borders"
 )
 loses_sink_gradient = Gathered(attend=_loses_sink_gradient, name="loses_sink_gradient")
+device_order_for_its_inverse = _ReadsDeviceOrder("device_order_for_its_inverse", lambda devices: devices)
+device_order_inverted = _ReadsDeviceOrder("device_order_inverted", np.argsort)
 remembers_first_documents = _RemembersFirstDocuments()
