@@ -1,7 +1,7 @@
 """What a target's own arrays say of gradients of keys that are too dear to probe: sums that must be equal.
 
-Of a large case under a window without bound. The inputs are made block by block; nothing of the sequence is formed
-beside what the target gave. May touch: the oracle and the inputs' rows; never JAX.
+Of a large case under a window without bound, or of more than 8,192 keys. The inputs are made block by block; nothing of
+the sequence is formed beside what the target gave. May touch: the oracle and the inputs' rows; never JAX.
 Tests: tests/conformance/test_key_identities.py.
 """
 
@@ -16,6 +16,7 @@ from conformance.philox import Draws
 from conformance.probed_answers import PROBE_BEYOND_PAIRS, outline_of, visible_pairs
 from conformance.problem import Case, Problem
 from conformance.value_kinds import STREAMS
+from oracle import places
 from oracle.budget import Precision
 from oracle.identities import Identity, KeySide, QuerySide, identities
 
@@ -29,7 +30,7 @@ Rows = Callable[[str, int, slice, slice], np.ndarray]
 
 def has_unprobed_keys(case: Case) -> bool:
     """Whether most keys have more readers than a probe can afford, and roundings are independent of each other."""
-    return None in case.problem.window and case.values not in STRUCTURED
+    return _leaves_keys_out(case) and case.values not in STRUCTURED
 
 
 def leaves_keys_unseen(case: Case, in_parts: bool) -> bool:
@@ -38,7 +39,11 @@ def leaves_keys_unseen(case: Case, in_parts: bool) -> bool:
     `in_parts`: every host holds rows of its own.
     """
     is_asked = has_unprobed_keys(case) and not in_parts
-    return None in case.problem.window and visible_pairs(case) > PROBE_BEYOND_PAIRS and not is_asked
+    return _leaves_keys_out(case) and visible_pairs(case) > PROBE_BEYOND_PAIRS and not is_asked
+
+
+def _leaves_keys_out(case: Case) -> bool:
+    return places.leaves_keys_out(case.problem.window, case.problem.seq_len)
 
 
 def chosen_kv_heads(case: Case) -> tuple[tuple[int, int], ...]:

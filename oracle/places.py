@@ -8,6 +8,7 @@ from typing import Literal
 
 import numpy as np
 
+from oracle.arguments import Window
 from oracle.mask import most_visible
 from oracle.outline import Outline
 from oracle.probe import Place
@@ -48,6 +49,11 @@ def default_places(
         *_placed("query", queries, query_groups, outline, random),
         *_placed("key", keys, key_groups, outline, random),
     ]
+
+
+def leaves_keys_out(window: Window, seq_len: int) -> bool:
+    """Whether keys of a whole window of readers are too dear to probe, so that only those near an end are looked at."""
+    return None in window or most_visible(window, seq_len) ** 2 > KEY_PAIRS
 
 
 def _readers(outline: Outline, key: int) -> int:

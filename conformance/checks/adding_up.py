@@ -1,7 +1,7 @@
 """Do the gradients of keys that the oracle cannot afford to answer add up to what the queries say?
 
-A part of the check `gradients`, of large cases under a window without bound. May touch: evidence, findings.
-Tests: tests/conformance/test_key_identities.py.
+A part of the check `gradients`, of large cases under a window without bound or of more than 8,192 keys.
+May touch: evidence, findings. Tests: tests/conformance/test_key_identities.py.
 """
 
 from __future__ import annotations

@@ -13,11 +13,13 @@ from conformance.case_text import parse_case
 from conformance.checks import CHECKS
 from conformance.evidence import Evidence
 from conformance.inputs import redraw, round_to
-from conformance.key_identities import chosen_kv_heads
+from conformance.key_identities import chosen_kv_heads, has_unprobed_keys, leaves_keys_unseen
 from conformance.models import MODELS, full_size_case
+from conformance.probed_answers import outline_of
 from conformance.problem import Case
 from conformance.session import expected_names
 from conformance.target import TargetDescription
+from oracle.places import default_places
 
 _TARGET = TargetDescription("module:target", "target")
 _CASES = [
@@ -25,6 +27,7 @@ _CASES = [
     "v=1 batch=2 seq_len=96 num_query_heads=4 num_kv_heads=2 window=none,none layout=striped context_parallelism=4 "
     "documents=70@1+26/96 padding=1 sinks=true attn_logits_soft_cap=5.0 value_dim=6",
     "v=1 seq_len=96 window=none,0 context_parallelism=3 sinks=true shared_kv=true",
+    "v=1 seq_len=128 num_query_heads=4 num_kv_heads=2 sliding_window_size=41 context_parallelism=4",
 ]
 
 
@@ -33,6 +36,7 @@ def few_keys_are_probed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Every case counts as large, and a key is affordable up to eight readers."""
     monkeypatch.setattr(answers, "PROBE_BEYOND_PAIRS", 0)
     monkeypatch.setattr("oracle.places.UNBOUNDED_KEY_PAIRS", 8 * 96)
+    monkeypatch.setattr("oracle.places.KEY_PAIRS", 40 * 40)
     monkeypatch.setattr(key_identities, "ROWS", 40)  # several blocks, the last a shorter one
     answers._answer.cache_clear()
     yield
@@ -67,7 +71,12 @@ def _index_of(case: Case, position: int) -> int:
 
 @pytest.mark.parametrize(
     ("text", "dtype", "has_lse"),
-    [(_CASES[0], "float32", True), (_CASES[1], "float32", False), (_CASES[2], "bfloat16", False)],
+    [
+        (_CASES[0], "float32", True),
+        (_CASES[1], "float32", False),
+        (_CASES[2], "bfloat16", False),
+        (_CASES[3], "float32", True),
+    ],
 )
 def test_a_right_target_adds_up_in_every_layout(text: str, dtype: str, has_lse: bool) -> None:
     case = parse_case(f"{text} dtype={dtype}")
@@ -106,13 +115,13 @@ def test_a_number_that_is_none_does_not_add_up() -> None:
     assert "is not finite" in finding.reading
 
 
-def test_nothing_is_asked_of_a_window_with_bounds_of_structured_values_or_of_a_part_of_the_rows() -> None:
+def test_nothing_is_asked_where_keys_are_probed_of_structured_values_or_of_a_part_of_the_rows() -> None:
     def lose(array: np.ndarray) -> None:
         array[:, _index_of(case, 20), 0] = 0.0
 
     for case in (
         parse_case(_CASES[0]).replace(values="constant"),
-        parse_case(_CASES[0]).replace(window=(40, 0)),
+        parse_case(_CASES[0]).replace(window=(39, 0)),
     ):
         assert not CHECKS["gradients"].run(_wrong(_right(case), "dvalue", lose)).findings, "no place, no sum"
     case = parse_case(_CASES[0])
@@ -121,6 +130,23 @@ def test_nothing_is_asked_of_a_window_with_bounds_of_structured_values_or_of_a_p
         _TARGET, case, {}, wrong.arrays, answers=lambda draw, call: answer_for(_TARGET, case, draw, call)
     )
     assert not CHECKS["gradients"].run(in_part).findings, "a host that has its own rows alone"
+
+
+@pytest.mark.parametrize(
+    ("window_size", "leaves_out"), [(2**13, False), (2**13 + 1, True), (2**16, True), (None, True)]
+)
+def test_a_large_case_says_which_windows_leave_keys_out(
+    monkeypatch: pytest.MonkeyPatch, window_size: int | None, leaves_out: bool
+) -> None:
+    """A window of 8,192 keys has 2^26 pairs a key: as many as are probed. One of 65,536 was probed at its end alone."""
+    monkeypatch.undo()
+    case = parse_case("v=1 seq_len=131072").replace(sliding_window_size=window_size)
+    assert has_unprobed_keys(case) == leaves_out, "asked for sums"
+    assert leaves_keys_unseen(case, in_parts=True) == leaves_out, "and hosts, which have none, say so"
+    assert not leaves_keys_unseen(case, in_parts=False), "what the sums hold is seen"
+    places = default_places(outline_of(case), chunk=case.problem.chunk_len, seed=0)
+    inner = [place for place in places if place.side == "key" and place.position < 2**16]
+    assert bool(inner) != leaves_out, "as the places have it"
 
 
 def test_as_many_kv_heads_are_looked_at_as_are_affordable() -> None:
