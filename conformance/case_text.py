@@ -36,6 +36,15 @@ def parse_case(text: str) -> Case:
         CaseTextError: an unknown or repeated key, a value that cannot be read, another version.
         InvalidCase: values that break a rule of the problem.
     """
+    return _build(read_fields(text))
+
+
+def read_fields(text: str) -> dict[str, Any]:
+    """The fields that a text names, with their values; they need not make a case.
+
+    Raises:
+        CaseTextError: an unknown or repeated key, or a value that cannot be read.
+    """
     values: dict[str, Any] = {}
     for word in text.split():
         key, separator, written = word.partition("=")
@@ -48,7 +57,7 @@ def parse_case(text: str) -> Case:
             values[key] = reader(written)
         except ValueError as error:
             raise CaseTextError(f"{key} cannot be read from {written!r}: {error}") from None
-    return _build(values)
+    return values
 
 
 def case_to_json(case: Case) -> dict[str, Any]:

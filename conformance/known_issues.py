@@ -1,6 +1,7 @@
 """Known issues of targets: a kind of finding that has been reported, hidden from the verdict, and that alone.
 
-Each names versions and one case, which is run every time: an issue that no longer fails there is a finding itself.
+Each names versions, the fields of the cases that it is about, and one case, which is run every time: an issue that no
+longer fails there is a finding itself.
 May touch: a JSON file, the installed versions. Tests: tests/conformance/test_known_issues.py.
 """
 
@@ -13,9 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from conformance.case_text import format_case, parse_case
+from conformance.case_text import format_case, parse_case, read_fields
 from conformance.finding import Finding
-from conformance.problem import InvalidCase
+from conformance.problem import Case, InvalidCase
 
 BUNDLED = Path(__file__).parent / "targets" / "known_issues.json"
 """What is known of the public kernels of `conformance.targets`."""
@@ -29,7 +30,9 @@ class KnownIssuesError(Exception):
 class KnownIssue:
     """One kind of finding (check, tensor, signature) of one `target` (its spec) with some `versions` of `package`.
 
-    `address` is where it was reported ("" if nowhere yet), `note` a sentence, `case` the text of a case that shows it.
+    `only` are fields of the cases that it is about, as in their text (`dtype=bfloat16 sinks=true`): most signatures say
+    that an array is wrong, not why, and would hide whatever else makes it wrong. `address` is where it was reported (""
+    if nowhere yet), `note` a sentence, `case` the text of a case that shows it.
     """
 
     target: str
@@ -38,13 +41,18 @@ class KnownIssue:
     check: str
     tensor: str
     signature: str
+    only: str
     case: str
     note: str
     address: str = ""
 
     def explains(self, finding: Finding) -> bool:
-        """Whether the finding is of this very kind."""
-        return finding.kind == (self.check, self.tensor, self.signature)
+        """Whether the finding is of this very kind, on a case that the issue is about."""
+        return finding.kind == (self.check, self.tensor, self.signature) and self.is_about(parse_case(finding.case))
+
+    def is_about(self, case: Case) -> bool:
+        """Whether the case has the fields of `only`."""
+        return all(_field(case, name) == value for name, value in read_fields(self.only).items())
 
     def no_longer_fails(self, target_name: str) -> Finding:
         """The finding for an issue whose case did not show it."""
@@ -86,12 +94,20 @@ def _issue(path: Path, number: int, entry: object) -> KnownIssue:
         raise KnownIssuesError(f"{path}: entry {number} must have the fields {', '.join(fields)}, got {entry!r}")
     try:
         issue = KnownIssue(**entry)
-        parse_case(issue.case)
-    except (TypeError, InvalidCase) as error:
+        is_about_its_case = issue.is_about(parse_case(issue.case))
+    except (TypeError, AttributeError, InvalidCase) as error:
         raise KnownIssuesError(f"{path}: entry {number}: {error}") from error
     if not isinstance(issue.versions, list) or not issue.signature:
         raise KnownIssuesError(f"{path}: entry {number} must have a list of versions and a signature")
+    if not issue.only.split() or not is_about_its_case:
+        raise KnownIssuesError(
+            f"{path}: entry {number}: only must be fields that its case has, such as dtype=bfloat16, got {issue.only!r}"
+        )
     return dataclasses.replace(issue, versions=tuple(issue.versions))
+
+
+def _field(case: Case, name: str) -> object:
+    return getattr(case if hasattr(case, name) else case.problem, name)
 
 
 def _version(package: str) -> str:

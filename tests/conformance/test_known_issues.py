@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import json
 from pathlib import Path
@@ -20,6 +21,7 @@ _ISSUE = {
     "check": "output",
     "tensor": "out",
     "signature": "is wrong",
+    "only": "sliding_window_size=3 dtype=float32",
     "case": "v=1 seq_len=8 sliding_window_size=3",
     "note": "reported",
     "address": "somewhere/issues/1",
@@ -44,6 +46,21 @@ def test_an_issue_hides_its_own_kind_of_finding_and_no_other(tmp_path: Path) -> 
         assert not issue.explains(_finding(**other)), f"{other} is another kind"
 
 
+@pytest.mark.parametrize(
+    ("case", "is_about"),
+    [
+        ("v=1 seq_len=16 sliding_window_size=3 layout=striped documents=7+9 seed=5", True),
+        ("v=1 seq_len=8 sliding_window_size=3 dtype=bfloat16", False),
+        ("v=1 seq_len=8 sliding_window_size=4", False),
+        ("v=1 seq_len=8", False),
+    ],
+)
+def test_an_issue_hides_nothing_on_cases_that_it_is_not_about(tmp_path: Path, case: str, is_about: bool) -> None:
+    """The signature of an array that is wrong says nothing of why: another mistake has the same."""
+    (issue,) = _loaded(tmp_path, _ISSUE)
+    assert issue.explains(dataclasses.replace(_finding(), case=case)) == is_about
+
+
 def test_an_issue_holds_for_its_target_and_its_versions_alone(tmp_path: Path) -> None:
     known = _loaded(tmp_path, _ISSUE, _ISSUE | {"versions": ["0.0.1"]}, _ISSUE | {"package": "no-such-package"})
     assert issues_of("m:t", known) == known[:1], "the installed version"
@@ -65,6 +82,10 @@ def test_an_issue_that_no_longer_fails_is_a_finding_of_its_own_kind(tmp_path: Pa
         ("{}", "must hold a list, got dict"),
         ('[{"target": "m:t", "verdict": "fine"}]', "entry 0 must have the fields target, package"),
         (json.dumps([_ISSUE | {"case": "v=1 sequence=8"}]), "entry 0: .*sequence"),
+        (json.dumps([_ISSUE | {"only": ""}]), "entry 0: only must be fields that its case has"),
+        (json.dumps([_ISSUE | {"only": "dtype=bfloat16"}]), "entry 0: only .*got 'dtype=bfloat16'"),
+        (json.dumps([_ISSUE | {"only": "v=1"}]), "entry 0"),
+        (json.dumps([_ISSUE | {"only": "heads=3"}]), "entry 0: .*heads"),
         (json.dumps([_ISSUE | {"versions": "0.1"}]), "a list of versions"),
         (json.dumps([{name: value for name, value in _ISSUE.items() if name != "note"}]), "entry 0: .*note"),
     ],

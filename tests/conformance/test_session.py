@@ -144,12 +144,16 @@ def test_what_is_known_of_a_target_is_no_finding_and_is_said(
     wrong = _wrong(right_evidence(_CASE))
     monkeypatch.setattr(session, "Worker", _Script(wrong, wrong))
     (found,) = Session("m:t", Devices("cpu", 8), _OF_VALUES).run(_CASE).findings
-    issue = KnownIssue("m:t", "numpy", ("1",), found.check, found.tensor, found.signature, found.case, "reported")
+    kind = (found.check, found.tensor, found.signature)
+    issue = KnownIssue("m:t", "numpy", ("1",), *kind, f"seed={_CASE.seed}", found.case, "reported")
     result = Session("m:t", Devices("cpu", 8), _OF_VALUES, (issue,)).run(_CASE)
     assert (result.status, result.findings, result.known) == (CONFORMS, (), (issue,)), "hidden, not forgotten"
     other = dataclasses.replace(issue, signature="is wrong elsewhere")
     monkeypatch.setattr(session, "Worker", _Script(wrong))
     assert Session("m:t", Devices("cpu", 8), _OF_VALUES, (other,)).run(_CASE).status == FINDING, "another kind"
+    other = dataclasses.replace(issue, only=f"seed={_CASE.seed + 1}")
+    monkeypatch.setattr(session, "Worker", _Script(wrong))
+    assert Session("m:t", Devices("cpu", 8), _OF_VALUES, (other,)).run(_CASE).status == FINDING, "on another case"
 
 
 def test_a_decline_carries_its_reason_and_nothing_else(start: Any) -> None:

@@ -103,7 +103,7 @@ def test_the_case_of_a_known_issue_is_run_every_time_and_must_show_it(
     monkeypatch: pytest.MonkeyPatch, shown: bool, scripted_session: Any, conforms: Any, six_cases: Cases
 ) -> None:
     text = "v=1 seq_len=8 sliding_window_size=3 seed=77"
-    issue = KnownIssue("m:t", "numpy", ("1",), "output", "out", "is wrong", text, "reported")
+    issue = KnownIssue("m:t", "numpy", ("1",), "output", "out", "is wrong", "seed=77", text, "reported")
 
     def behaves(case: Case, _: Any) -> CaseResult:
         known = (issue,) if shown and format_case(case) == text else ()
