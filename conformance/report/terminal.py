@@ -15,7 +15,7 @@ from conformance.aot import check as aot
 from conformance.case_text import parse_case
 from conformance.devices import DEFAULT_DEVICES
 from conformance.finding import Finding, plain
-from conformance.report.verdict import NO_QUESTION, Cell, TargetVerdict, verdict_of
+from conformance.report.verdict import KNOWN_ISSUE, NO_QUESTION, Cell, TargetVerdict, verdict_of
 from conformance.runner import Run
 from conformance.session import CONFORMS, DECLINED, FINDING
 from conformance.target import TargetDescription
@@ -33,7 +33,7 @@ _DETAIL_COLUMNS = {
     "got": False,
     "by rank": True,
 }
-_STYLES = {CONFORMS: "green", FINDING: "bold red", DECLINED: "yellow"}
+_STYLES = {CONFORMS: "green", FINDING: "bold red", DECLINED: "yellow", KNOWN_ISSUE: "yellow"}
 
 
 def print_run(run: Run, console: Console) -> None:

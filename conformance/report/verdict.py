@@ -14,12 +14,19 @@ from conformance.checks import CHECKS
 from conformance.checks.collectives import ROWS_ALLOWED
 from conformance.designated import asks_lse
 from conformance.finding import Finding
-from conformance.key_identities import leaves_keys_unseen
-from conformance.problem import Case
+from conformance.problem import Case, Problem
+from conformance.report.uncovered import (
+    has_several_ranks,
+    looked_at_in_part,
+    never_sharded,
+    taken_cases,
+    untaken_features,
+)
 from conformance.runner import Run, TargetRun
 from conformance.session import CONFORMS, DECLINED, FINDING, INCONCLUSIVE
+from conformance.target import TargetDescription
 
-NOT_TRIED, NOT_CLAIMED, NO_QUESTION = "not tried", "not claimed", "nothing to ask"
+NOT_TRIED, NOT_CLAIMED, NO_QUESTION, KNOWN_ISSUE = "not tried", "not claimed", "nothing to ask", "known issue"
 EXIT_CONFORMS, EXIT_FINDING, EXIT_CANNOT_START, EXIT_HARNESS_FAILED, EXIT_INCONCLUSIVE, EXIT_INTERRUPTED = (
     0,
     1,
@@ -103,6 +110,8 @@ def _cell(target: TargetRun, check: str, tensor: str) -> Cell:
         status = FINDING
     elif not _is_claimed(target, check, tensor):
         status = NOT_CLAIMED
+    elif any((issue.check, issue.tensor) == (check, tensor) for result in results for issue in result.known):
+        status = KNOWN_ISSUE  # what is hidden among the findings does not conform for it
     elif shares:
         status = CONFORMS
     elif any(check in result.cannot_ask for result in results):
@@ -127,6 +136,8 @@ def _doubts(target: TargetRun, run: Run, counts: dict[str, int], cells: tuple[Ce
         doubts.append("nothing ran: no verdict")
     elif done and counts[DECLINED] == len(target.all_results):
         doubts.append("declined every case: no verdict")
+    if unsharded := never_sharded(target, run):
+        doubts.append(unsharded)
     if done < len(run.plan.covering):
         doubts.append(f"the covering list is unfinished: {done} of {len(run.plan.covering)} cases")
     if run.plan.database is not None and not target.num_drawn:
@@ -143,9 +154,10 @@ def _limits(target: TargetRun, run: Run, counts: dict[str, int]) -> list[str]:
     """What the verdict does not cover, or rests on."""
     limits: list[str] = []
     of, done = target.description, len(target.all_results)
-    taken = [result.case.problem for result in target.all_results if result.status != DECLINED]
+    taken = [case.problem for case in taken_cases(target)]
     if done > counts[DECLINED] > done / 2:
         limits.append(f"declined more than half of the cases ({counts[DECLINED]} of {done})")
+    limits += untaken_features(target)
     shown = Counter(issue for result in target.all_results for issue in result.known)
     for issue, cases in shown.items():
         where = f" ({issue.address})" if issue.address else ""
@@ -156,7 +168,7 @@ def _limits(target: TargetRun, run: Run, counts: dict[str, int]) -> list[str]:
     for (check, tensor), why in withheld.items():
         times = sum((check, tensor) in result.withheld for result in target.all_results)
         limits.append(f"{check} of {tensor} (not compared in {times} of {len(target.all_results)} cases): {why}")
-    limits += _unseen_keys(target, run)
+    limits += looked_at_in_part(target, run)
     not_asked = {check: why for result in target.all_results for check, why in result.cannot_ask.items()}
     shown_by = {check for result in target.all_results for check, _ in result.shares} | not_asked.keys()
     silent = {check: why for result in target.all_results for check, why in result.no_question.items()}
@@ -174,7 +186,7 @@ def _limits(target: TargetRun, run: Run, counts: dict[str, int]) -> list[str]:
     if of.numerics:
         declared = ", ".join(f"{name}={value}" for name, value in of.numerics.items())
         where = ", where it says that it has them" if of.platform == "tpu" and of.tpu_precision_varies else ""
-        limits.append(f"allowances are for the numerics it declares{where}: {declared}")
+        limits.append(f"allowances are for the numerics it declares{where}: {declared}{_of_float32(of, taken)}")
     if allowed := [result.figures[ROWS_ALLOWED] for result in target.all_results if ROWS_ALLOWED in result.figures]:
         limits.append(
             f"collectives: it sends halo rows in multiples of {of.halo_row_multiple}, as it declares: up to "
@@ -186,22 +198,20 @@ def _limits(target: TargetRun, run: Run, counts: dict[str, int]) -> list[str]:
         limits.append("gradients through lse are not tried: it says lse_grad = False")
     if of.empty_rows == "undefined" and any(problem.padding is not None for problem in taken):
         limits.append("out and lse of rows without keys are not compared: it leaves them undefined")
-    if taken and all(problem.context_parallelism * problem.ulysses_parallelism == 1 for problem in taken):
+    if taken and not any(map(has_several_ranks, taken)):
         limits.append("no case that it took has more than one rank")
     return limits
 
 
-def _unseen_keys(target: TargetRun, run: Run) -> list[str]:
-    """What to say of large cases most of whose keys nobody looks at."""
-    in_parts = run.plan.num_hosts is not None
-    taken = [result.case for result in target.all_results if result.status != DECLINED]
-    if not (unseen := sum(leaves_keys_unseen(case, in_parts) for case in taken)):
-        return []
-    why = "every host has its own rows" if in_parts else "their values are structured"
-    return [
-        f"gradients of dkey and dvalue (on {unseen} of {len(target.all_results)} cases, of the last keys alone): most "
-        f"keys have too many readers to be probed, and are not summed up where {why}"
-    ]
+def _of_float32(of: TargetDescription, taken: list[Problem]) -> str:
+    """What a declaration does to float32 cases that says nothing of them: it may have been meant for bfloat16."""
+    declared = of.numerics
+    rounds = (
+        declared.get("rounded_probabilities") or declared.get("rounded_logits") or declared.get("matmul_passes") == 1
+    )
+    if not rounds or all(problem.dtype != "float32" for problem in taken):
+        return ""
+    return "; its float32 cases are held to roundings of bfloat16 with it, 65536 times those of float32"
 
 
 def _is_owed(target: TargetRun, cell: Cell) -> bool:
