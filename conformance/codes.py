@@ -19,6 +19,7 @@ from oracle.mask import most_visible
 
 LOUD_LOGIT = 300.0
 """Beyond float32's exp on both sides: exp(300) is no float32, and exp(-300) is zero."""
+_SILENT_QUERIES = 1 / 8
 
 
 def coded_inputs(case: Case) -> Inputs:
@@ -41,16 +42,20 @@ def coded_inputs(case: Case) -> Inputs:
 
 
 def loud_inputs(case: Case) -> Inputs:
-    """Few keys at logit +300 and all others at -300 (or as near as a soft cap lets them be), for every query alike.
+    """Few keys at logit +300 and nearly all others at -300 (or as near as a soft cap lets them be), for every query.
 
     About half of the rows see no loud key: there the largest logit that the mask has to hide lies 600 above the largest
-    that it has to show.
+    that it has to show. As few tokens have a key that is zero in every feature and head, and some a query: whoever
+    knows padding by that takes them for it. They are tokens like any other, and their logits are 0.
     """
     problem = case.problem
     scale = problem.scale if problem.scale is not None else 1.0 / math.sqrt(problem.head_dim)
     query = np.full(_shape(problem, problem.num_query_heads, problem.head_dim), LOUD_LOGIT / scale)
     code = _one_hot(_classes(case, 0, problem.num_kv_heads, problem.head_dim), 0, problem.head_dim)
-    key = np.where(_is_loud(case)[..., None], code, -code)
+    loud = _is_loud(case)
+    key = np.where(loud[..., None], code, -code)
+    key[_is_silent(case, 4, _few(problem)) & ~loud.any(axis=2)] = 0.0
+    query[_is_silent(case, 5, _SILENT_QUERIES)] = 0.0
     return _inputs(case, query, key, _coded_value(case), _random_signs(case, problem))
 
 
@@ -127,6 +132,18 @@ def _is_loud(case: Case) -> np.ndarray:
     problem = case.problem
     counter = (np.arange(problem.seq_len)[:, None], np.arange(problem.num_kv_heads))
     words = philox_words((*counter, np.arange(problem.batch)[:, None, None], 3), (case.seed, STREAMS["codes"]))[0]
-    loud = words < np.uint32(2**32 * 0.7 / most_visible(problem.window, problem.seq_len))
+    loud = words < np.uint32(2**32 * _few(problem))
     loud[:, -1] = True
     return loud
+
+
+def _is_silent(case: Case, stream: int, rate: float) -> np.ndarray:
+    """bool [batch, seq]: tokens whose row is zero."""
+    rows = np.arange(case.problem.batch)[:, None]
+    words = philox_words((np.arange(case.problem.seq_len), 0, rows, stream), (case.seed, STREAMS["codes"]))[0]
+    return words < np.uint32(2**32 * rate)
+
+
+def _few(problem: Problem) -> float:
+    """So many of all keys that about half of the queries see one."""
+    return 0.7 / most_visible(problem.window, problem.seq_len)

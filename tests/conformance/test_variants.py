@@ -146,9 +146,23 @@ def test_cotangents_of_coded_inputs_are_never_zero_and_exact_in_bfloat16() -> No
 def test_loud_inputs_have_logits_of_300_and_many_rows_that_see_no_loud_key(scale: str) -> None:
     case = parse_case(f"v=1 batch=2 seq_len=128 num_query_heads=4 num_kv_heads=2 sliding_window_size=6 {scale}")
     logits = _logits(case, variant_inputs(case, "loud"))
-    np.testing.assert_allclose(np.abs(logits), 300.0, rtol=1e-6)
-    sees_loud = ((logits > 0) & visible(case)[:, None]).any(axis=3)
+    np.testing.assert_allclose(np.abs(logits[logits != 0]), 300.0, rtol=1e-6)
+    seen = visible(case)[:, None]
+    sees_loud, sees_a_zero = (((level > 0) & seen).any(axis=3) for level in (logits, logits == 0))
     assert 0.3 < sees_loud.mean() < 0.7, "about half"
+    assert (~sees_loud & ~sees_a_zero).mean() > 0.1, "many have to be shown a logit 600 below one that is hidden"
+
+
+@pytest.mark.parametrize("text", ["sliding_window_size=6", "window=none,none dtype=bfloat16", "shared_kv=true"])
+def test_some_tokens_of_loud_inputs_have_a_key_or_a_query_of_zeros_in_every_head(text: str) -> None:
+    case = parse_case(f"v=1 batch=2 seq_len=128 num_query_heads=4 num_kv_heads=2 {text}")
+    inputs = variant_inputs(case, "loud")
+    keys, queries = ((~array.any(axis=3)).all(axis=2) for array in (inputs.key, inputs.query))
+    seen = visible(case)
+    assert (keys[:, None, :] & seen & ~queries[:, :, None]).any(axis=2).mean() > 0.05, "many rows see such a key"
+    assert 0.05 < queries.mean() < 0.25, "one query in eight"
+    assert not np.array_equal(keys, queries), "not the same tokens"
+    assert not np.array_equal(keys[0], keys[1]) or keys.sum() <= 2, "nor the same in every batch row"
 
 
 # --- poison ---------------------------------------------------------------------------------------------------
