@@ -1,4 +1,5 @@
-"""Problems that differ from a case's in one thing that a target may forget when it keeps something: window or heads.
+"""Problems that differ from a case's in what a target may forget when it keeps something, window or heads; and one
+whose sizes no list of cases has.
 
 May touch: problem. Tests: tests/conformance/test_other_programs.py.
 """
@@ -9,14 +10,21 @@ from collections.abc import Iterator
 
 from conformance.problem import Case
 
+_EVERYTHING = 2**31 - 1
+"""The largest int32: a position added to it wraps around."""
+_FEW_LOGITS = 200_000
+
 
 def neighbours_of(case: Case) -> Iterator[Case]:
-    """Cases with the same documents and seed: another window, twice the heads, and a window that reaches a chunk more.
+    """Cases with the same documents and seed: another window, twice the heads, sizes far out, and a window that reaches
+    a chunk more.
 
-    The last only where the sequence has that chunk.
+    Sizes far out only of a small case, the last only where the sequence has that chunk.
     """
     yield _other_window(case)
     yield _more_heads(case)
+    if case.problem.batch * case.problem.num_query_heads * case.problem.seq_len**2 <= _FEW_LOGITS:
+        yield _far_out(case)
     left, _ = case.problem.window
     if left is not None and left + case.problem.chunk_len < case.problem.seq_len:
         # Plans that are kept for every window of as many hops are right for one key more.
@@ -35,6 +43,17 @@ def _other_window(case: Case) -> Case:
     left, _ = case.problem.window
     seq_len = case.problem.seq_len
     return _with_left(case, left + 1 if left is not None and left + 1 < seq_len else max(0, seq_len // 2 - 1))
+
+
+def _far_out(case: Case) -> Case:
+    """Bounds of the window where they are as one writes them who means everything, and a head_dim of one lane and a
+    half. In every second case the right bound of a causal window is such a one, too."""
+    left, right = case.problem.window
+    left, right = (None if reach is None else _EVERYTHING for reach in (left, right))
+    if case.problem.window[1] == 0 and case.seed // 32 % 2:
+        right = 0
+    dims = {"head_dim": 192, "value_dim": 192 if case.problem.shared_kv else 128}
+    return case.replace(sliding_window_size=None, window=(left, right), **dims)
 
 
 def _with_left(case: Case, left: int) -> Case:

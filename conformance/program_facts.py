@@ -69,8 +69,9 @@ def cost_facts(traced: Any, compiled: Any | None = None) -> dict[str, Any]:
     `matmul_flops` and `elements` (of all intermediate arrays) count what stands in a loop as often as it runs; XLA's
     own cost analysis counts it once, and is given as `xla_flops`. `equations` is what JAX traces and XLA is handed,
     `constant_bytes` what tracing builds into it. `longest_loop` is the most turns that one loop takes, a kernel's grid
-    aside. `unknown_loops` is how many equations with arrays stand in loops whose number of turns nobody knows, and so
-    count once; scalars alone, a search say, cost nothing. `temporary_bytes` is of one device.
+    aside; `messages` is how many collectives run. `unknown_loops` is how many equations with arrays stand in loops
+    whose number of turns nobody knows, and so count once; scalars alone, a search say, cost nothing. `temporary_bytes`
+    is of one device.
     """
     equations = reached(traced.jaxpr)
     leaves = [at for at in equations if not any(True for _ in inner_jaxprs(at.equation))]
@@ -80,6 +81,7 @@ def cost_facts(traced: Any, compiled: Any | None = None) -> dict[str, Any]:
         "equations": len(equations),
         "constant_bytes": _constant_bytes(traced.jaxpr, equations),
         "longest_loop": max((at.equation.params["length"] for at in equations if _is_loop(at.equation)), default=0),
+        "messages": sum(at.trips or 1 for at in leaves if at.equation.primitive.name in _KINDS),
         "unknown_loops": sum(at.trips is None and _has_arrays(at.equation) for at in leaves),
     }
     if compiled is not None:

@@ -27,7 +27,8 @@ FACTOR = 4
 
 def work_facts(setting: Setting, compiles: bool) -> dict[str, Any]:
     """By layout (the case's own, and the other one that has chunks): cost_facts of the programs "base", "longer" (the
-    sequence) and "wider" (the window), and how many `rows` a rank holds in the longer.
+    sequence) and "wider" (the window), how many `rows` a rank holds in the longer, and how many keys the
+    `wider_window` has.
 
     The first two of the case's own layout are compiled where the target claims `halo`, if `compiles`; all else is
     traced only. `raised` (type and message), where one of them raises; `declined`, where the target declines one.
@@ -52,16 +53,24 @@ def _facts_of(setting: Setting, layout: str, compiles: bool) -> dict[str, Any]:
             return {"raised": [type(error).__name__, repr(error)[:1000]]}
         if name == "longer":
             facts["rows"] = problem.seq_len // problem.context_parallelism
+        if name == "wider":
+            facts["wider_window"] = FACTOR * _WINDOW
     return facts
 
 
 def _problems(of_case: Problem, layout: str) -> Iterator[tuple[str, Problem]]:
-    """Like the case's problem, on two ranks where there are devices: only chunks' lengths and windows differ."""
+    """Like the case's problem, on two ranks where there are devices: only chunks' lengths and windows differ.
+
+    In a layout that is not the case's there are no documents: a cost may hide where they are as well as where not.
+    """
+    has_documents = of_case.segments and layout == of_case.layout
     fits_two = 2 * of_case.num_devices // of_case.context_parallelism <= len(jax.devices())
     ranks = 2 if fits_two else min(2, of_case.context_parallelism)
     chunk = _CHUNK if _CHUNK % of_case.ulysses_parallelism == 0 else _CHUNK * of_case.ulysses_parallelism
     base = of_case.replace(
         layout=layout,
+        segments=has_documents,
+        padding=of_case.padding if has_documents else None,
         context_parallelism=ranks,
         batch=of_case.data_parallelism,
         seq_len=ranks * (2 if layout == "dual_chunk_swap" else 1) * chunk,

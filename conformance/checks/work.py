@@ -2,9 +2,10 @@
 
 Two programs of one problem are compared that differ in the sequence's length alone. Their costs are those of the traced
 and compiled program, so that no clock is asked. A finding only for a target that claims `halo`: the others may see the
-whole sequence by their nature, and their figures are reported. A loop that turns once for every row, and constants with
-a value for every pair of rows, are findings for whoever claims a strategy: no accelerator has a use for either. What
-stands in a loop whose number of turns nobody knows counts once: then it can be too much, and is never said to conform.
+whole sequence by their nature, and their figures are reported. A loop that turns once for every row, a collective for
+every row, and constants with a value for every pair of rows, are findings for whoever claims a strategy: no accelerator
+has a use for any of them. What stands in a loop whose number of turns nobody knows counts once: then it can be too
+much, and is never said to conform.
 May touch: evidence, findings. Tests: tests/conformance/test_checks_work.py.
 """
 
@@ -90,6 +91,7 @@ def _judged(evidence: Evidence, layout: str, facts: Mapping[str, Any]) -> Iterat
         yield tensor, None if _is_hidden(facts, measure) else growth / limit, finding
     if evidence.target.communication is not None:
         yield _row_loops(evidence, layout, facts)
+        yield _row_messages(evidence, layout, facts)
         yield _pair_constants(evidence, layout, facts)
 
 
@@ -108,6 +110,21 @@ def _row_loops(evidence: Evidence, layout: str, facts: Mapping[str, Any]) -> Jud
     how = f"{turns} turns where a rank holds {rows} rows, in {layout}"
     fields = {"expected": rows, "got": turns, "share": turns / rows}
     return "loops", turns / rows, _finding(evidence, "loops", what, how, fields)
+
+
+def _row_messages(evidence: Evidence, layout: str, facts: Mapping[str, Any]) -> Judged:
+    """Collectives as a share of the keys in the wider window, where they grow with the window: both windows reach into
+    the same chunks, so that one collective can bring as much of each as is needed."""
+    base, wider = facts["base"], facts["wider"]
+    if "messages" not in wider or wider["messages"] <= _PROGRAM_HALFWAY * max(base["messages"], 1):
+        return "loops", 0.0, None
+    sent, keys = wider["messages"], facts["wider_window"]
+    share = sent / keys
+    if share < 1.0:
+        return "loops", None if wider["unknown_loops"] else share, None
+    what = "sends as many messages as its window has keys"
+    how = f"{base['messages']} collectives become {sent} where the window is {keys} keys wide, in {layout}"
+    return "loops", share, _finding(evidence, "loops", what, how, {"expected": keys, "got": sent, "share": share})
 
 
 def _pair_constants(evidence: Evidence, layout: str, facts: Mapping[str, Any]) -> Judged:

@@ -22,6 +22,7 @@ _COSTS = {
     "constant_bytes": 1000,
     "equations": 100,
     "longest_loop": 2,
+    "messages": 6,
     "unknown_loops": 0,
     "xla_flops": 10.0,
 }
@@ -72,6 +73,19 @@ def test_a_loop_over_rows_is_a_finding_for_whoever_claims_a_strategy(base: int, 
         signatures = [finding.signature for finding in CHECKS["work"].run(evidence).findings]
         expected = ["a loop of its program turns once for every row"] if is_finding and judges else []
         assert signatures == expected, f"{communication}: {base} turns, then {longer}, of 4096 rows"
+
+
+@pytest.mark.parametrize(
+    ("base", "wider", "is_finding"), [(127, 511 * 6, True), (128, 512, True), (16, 64, False), (700, 700, False)]
+)
+def test_as_many_messages_as_the_window_has_keys_are_a_finding(base: int, wider: int, is_finding: bool) -> None:
+    costs = {name: _COSTS | {"messages": sent} for name, sent in (("base", base), ("longer", base), ("wider", wider))}
+    message = {"work": {"contiguous": costs | {"rows": 4096, "wider_window": 512}}}
+    for communication, judges in (("halo", True), ("ring", True), (None, False)):
+        evidence = Evidence(TargetDescription("m:t", "t", communication=communication), parse_case(_CASE), message, {})
+        signatures = [finding.signature for finding in CHECKS["work"].run(evidence).findings]
+        expected = ["sends as many messages as its window has keys"] if is_finding and judges else []
+        assert signatures == expected, f"{communication}: {base} messages for 128 keys, {wider} for 512"
 
 
 @pytest.mark.parametrize(("base", "longer", "is_finding"), [(2**17, 2**21, True), (2**15, 2**19, False), (0, 0, False)])
@@ -127,6 +141,7 @@ def test_a_longer_sequence_that_is_declined_is_not_judged_and_one_that_raises_is
     ("name", "tensors"),
     [
         ("banded", set()),
+        ("row_by_row", {"loops"}),
         ("dense_on_a_rank", {"flops", "memory"}),
     ],
 )

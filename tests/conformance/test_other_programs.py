@@ -66,15 +66,34 @@ def test_a_neighbour_has_another_window_or_more_heads_and_all_else_alike(text: s
         ("v=1 seq_len=16 window=none,none context_parallelism=4", []),
     ],
 )
-def test_a_third_neighbour_reads_one_chunk_more_where_there_is_one(text: str, windows: list[tuple[int, int]]) -> None:
-    _, _, *further = neighbours_of(parse_case(text))
+def test_a_last_neighbour_reads_one_chunk_more_where_there_is_one(text: str, windows: list[tuple[int, int]]) -> None:
+    _, _, _, *further = neighbours_of(parse_case(text))
     assert [case.problem.window for case in further] == windows, "as many keys more as a chunk has"
+
+
+@pytest.mark.parametrize(
+    ("text", "window", "dims"),
+    [
+        ("sliding_window_size=5", (2**31 - 1, 2**31 - 1), (192, 128)),
+        ("sliding_window_size=5 seed=35", (2**31 - 1, 0), (192, 128)),
+        ("window=5,2 seed=35", (2**31 - 1, 2**31 - 1), (192, 128)),
+        ("window=none,3 shared_kv=true", (None, 2**31 - 1), (192, 192)),
+        ("window=2,none", (2**31 - 1, None), (192, 128)),
+    ],
+)
+def test_a_neighbour_of_a_small_case_has_sizes_far_out(text: str, window: tuple, dims: tuple[int, int]) -> None:
+    _, _, far_out, *_ = neighbours_of(parse_case(f"v=1 seq_len=16 {text}"))
+    assert far_out.problem.window == window, "all keys, and beyond int32 for who adds a position to it"
+    assert (far_out.problem.head_dim, far_out.problem.value_dim) == dims, "no multiple of 128, no power of two"
+    large = neighbours_of(parse_case(f"v=1 seq_len=512 {text}"))
+    assert all(case.problem.head_dim == 8 for case in large), "the oracle would take longer than the case"
 
 
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
         ("gathered:right", {}),
+        ("blind:wraps_around", {"out": "is wrong for another problem in the same process"}),
         ("blind:keeps_window", {"out": "is wrong for another problem in the same process"}),
         (
             "blind:wears_out",

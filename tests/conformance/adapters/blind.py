@@ -116,6 +116,12 @@ def _sees_last_key(problem: Any, positions: Any, key_positions: Any, ids: Any, k
     return visible(problem, positions, key_positions, ids, key_ids) | extra
 
 
+def _wraps_around(problem: Any, positions: Any, key_positions: Any, ids: Any, key_ids: Any) -> Any:
+    """The last key that a query sees is its position plus the right bound, in int32."""
+    mask = visible(problem, positions, key_positions, ids, key_ids)
+    return mask & (key_positions[:, None, :] <= (positions + problem.window[1])[:, :, None])
+
+
 dquery_sees_one_more = _GradientOf(("query",), "dquery_sees_one_more")
 dkey_sees_one_more = _GradientOf(("key",), "dkey_sees_one_more")
 dvalue_sees_one_more = _GradientOf(("value",), "dvalue_sees_one_more")
@@ -123,6 +129,7 @@ finite_mask = Gathered(attend=_finite_mask, name="finite_mask")
 leaks_batch_rows = Gathered(fetched=_leaks_batch_rows, name="leaks_batch_rows")
 leaks_heads = Gathered(attend=_leaks_heads, name="leaks_heads")
 sees_last_key = Gathered(mask=_sees_last_key, name="sees_last_key")
+wraps_around = Gathered(mask=_wraps_around, name="wraps_around")
 counts = _Counts()
 keeps_window = _KeepsWindow()
 wears_out = _WearsOut()

@@ -82,6 +82,14 @@ class Halo:
         return attend(logits, mask, values, sinks).astype(query.dtype)
 
 
+def _row_by_row(rows: Any, pairs: Any) -> Any:
+    """As many bytes, and a message for each row."""
+    _, brought = jax.lax.scan(
+        lambda _, row: (None, jax.lax.ppermute(row, "context", pairs)), None, jnp.moveaxis(rows, 1, 0)
+    )
+    return jnp.moveaxis(brought, 0, 1)
+
+
 @dataclass(frozen=True)
 class _Around:
     """The halo by hand, with something done before it."""
@@ -164,9 +172,7 @@ class _Banded(Halo):
             return super()._on_one_rank(problem, query, key, value, ids, sinks)
         rows, ranks = self.rows(problem), problem.context_parallelism
         pairs = [(rank, rank + 1) for rank in range(ranks - 1)]
-        keys, values = (
-            jnp.concatenate([jax.lax.ppermute(x[:, chunk - rows :], "context", pairs), x], axis=1) for x in (key, value)
-        )
+        keys, values = (jnp.concatenate([self.fetched(x[:, chunk - rows :], pairs), x], axis=1) for x in (key, value))
         start = jax.lax.axis_index("context") * chunk
         heads = query.shape[2] // key.shape[2]
         scale = problem.scale if problem.scale is not None else 1 / math.sqrt(problem.head_dim)
@@ -200,4 +206,5 @@ recomputes = Halo(name="recomputes", residual_names=("a name that nothing has",)
 accepts_any_window = _Permissive(name="accepts_any_window")
 fails_on_windows = _FailsOnWindows(name="fails_on_windows")
 banded = _Banded(name="banded")
+row_by_row = _Banded(name="row_by_row", fetched=_row_by_row)
 dense_on_a_rank = Halo(name="dense_on_a_rank")
