@@ -15,8 +15,8 @@ from conformance.faults.fault import NOT_PUBLIC, Arrays, Fault, Replacement
 from conformance.faults.geometry import always, crosses, cuts_left, is_sharded
 from conformance.faults.kernels import BACKWARD, in_bfloat16
 from conformance.problem import Problem
+from impl import exchange, sharded
 from impl import layout as layouts
-from impl import sharded
 from impl.kernels import query_blocks, xla
 
 
@@ -63,6 +63,23 @@ def _halo_unnamed(right: Any, value: Any, name: str) -> Any:
 
 def _narrow_lse(right: Any, value: Any, name: str) -> Any:
     return right(in_bfloat16(value) if name == "attention_lse" else value, name)
+
+
+def _message_by_message(right: Any, rows: Any, plan: Any, axis_name: str) -> Any:
+    """As many bytes as ever, a row at a time."""
+    received = []
+    for permute in plan.permutes:
+        first = permute.slot * plan.chunk + permute.start
+        outgoing = jnp.moveaxis(lax.slice_in_dim(rows, first, first + permute.rows, axis=1), 1, 0)
+        _, brought = lax.scan(
+            lambda _, row, pairs=permute.pairs: (None, lax.ppermute(row, axis_name, pairs)), None, outgoing
+        )
+        received.append(jnp.moveaxis(brought, 0, 1))
+    return tuple(received)
+
+
+def _every_key_without_documents(right: Any, operands: Any, config: Any) -> int:
+    return operands.key.shape[1] if operands.query_segment_ids is None else right(operands, config)
 
 
 FAULTS = (
@@ -155,5 +172,25 @@ FAULTS = (
         smallest="v=1 seq_len=8 sliding_window_size=3",
         applies=always,
         replaced=(Replacement(sharded, "checkpoint_name", _narrow_lse),),
+    ),
+    Fault(
+        name="halo_sent_row_by_row",
+        kind="Q",
+        report=NOT_PUBLIC,
+        sentence="The halo travels in a loop over its rows: the right bytes, in a message for each key of the window.",
+        planted_in="halo",
+        smallest="v=1 seq_len=8 sliding_window_size=3",
+        applies=crosses,
+        replaced=(Replacement(exchange, "exchange", _message_by_message),),
+    ),
+    Fault(
+        name="no_block_skipped_without_documents",
+        kind="Q",
+        report=NOT_PUBLIC,
+        sentence="Only the path for documents skips blocks: without segment ids every query meets every key.",
+        planted_in="halo",
+        smallest="v=1 seq_len=8 sliding_window_size=3",
+        applies=cuts_left,
+        replaced=(Replacement(query_blocks, "_keys_seen", _every_key_without_documents),),
     ),
 )

@@ -11,6 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from conformance.faults.fault import NOT_PUBLIC, Arrays, Fault, Replacement
+from conformance.faults.geometry import always
 from conformance.faults.kernels import BACKWARD, distance_of, sees
 from conformance.problem import Problem
 from impl import local_attention
@@ -89,6 +90,10 @@ def _ids_dropped(problem: Problem) -> Problem:
 
 def _without_ids(arrays: Arrays, problem: Problem) -> Arrays:
     return {name: array for name, array in arrays.items() if name != "segment_ids"}
+
+
+def _zeros_are_padding(mask: Any, operands: Any, config: Any) -> Any:
+    return mask & jnp.any(operands.key != 0, axis=(2, 3))[:, None, :]
 
 
 FAULTS = (
@@ -192,5 +197,15 @@ FAULTS = (
         applies=lambda problem: problem.segments and problem.seq_len >= 128,
         told=_ids_dropped,
         given=_without_ids,
+    ),
+    Fault(
+        name="keys_of_zeros_are_padding",
+        kind="H",
+        report=NOT_PUBLIC,
+        sentence="Padding is known by its rows: a token whose key is zero in every head is hidden.",
+        planted_in="all_gather",
+        smallest="v=1 seq_len=16 sliding_window_size=5",
+        applies=always,
+        replaced=(sees(_zeros_are_padding),),
     ),
 )

@@ -10,10 +10,12 @@ from typing import Any
 import jax.numpy as jnp
 
 from conformance.faults.fault import Arrays, Fault
-from conformance.faults.kernels import BACKWARD, sees
+from conformance.faults.geometry import always
+from conformance.faults.kernels import BACKWARD, LOGITS, operands_of_product, sees
 from conformance.problem import Problem
 
 _BLOCK = 8
+_LANES = 128
 
 
 def _has_partial_block(problem: Problem) -> bool:
@@ -50,6 +52,13 @@ def _refuses(arrays: Arrays, problem: Problem) -> Arrays:
 
 def _refuses_head_dim(arrays: Arrays, problem: Problem) -> Arrays:
     raise NotImplementedError(f"head_dim {problem.head_dim} must be a multiple of {_BLOCK}")
+
+
+def _whole_lanes(query: Any, key: Any) -> tuple[Any, Any]:
+    """What is beyond the last whole run of 128 features, if there is one, is not multiplied."""
+    dims = query.shape[-1]
+    whole = dims if dims < _LANES else dims // _LANES * _LANES
+    return query[..., :whole], key[..., :whole]
 
 
 FAULTS = (
@@ -122,5 +131,15 @@ FAULTS = (
         smallest="v=1 seq_len=4 head_dim=5 sliding_window_size=2",
         applies=lambda problem: problem.head_dim % _BLOCK > 0,
         given=_refuses_head_dim,
+    ),
+    Fault(
+        name="features_beyond_whole_lanes_dropped",
+        kind="L",
+        report="jax-ml/jax/issues/26433",
+        sentence="A head_dim above 128 is cut down to whole lanes: of 192 features 128 are multiplied.",
+        planted_in="all_gather",
+        smallest="v=1 seq_len=4 head_dim=192 value_dim=128 sliding_window_size=2",
+        applies=always,
+        replaced=(operands_of_product(LOGITS, _whole_lanes),),
     ),
 )

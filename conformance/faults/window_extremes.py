@@ -9,11 +9,11 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from conformance.faults.fault import Fault, Replacement
+from conformance.faults.fault import NOT_PUBLIC, Fault, Replacement
 from conformance.faults.geometry import always, crosses, cuts_left, is_sharded, reach, rows_of_rank, with_window
 from conformance.faults.kernels import distance_of, sees, window_of_mask
 from conformance.problem import Problem, Window
-from impl import config, exchange
+from impl import config, dispatch, exchange
 
 
 def _minus_one_is_a_bound(window: Window) -> Window:
@@ -58,6 +58,10 @@ def _any_size(right: Any, configuration: Any) -> Window:
 
 
 def _any_bound(right: Any, window: Window) -> Window:
+    return window
+
+
+def _as_it_was_given(right: Any, window: Window, seq_len: int) -> Window:
     return window
 
 
@@ -137,5 +141,15 @@ FAULTS = (
             Replacement(config, "_local_window", _any_size),
             Replacement(config, "_checked_window", _any_bound),
         ),
+    ),
+    Fault(
+        name="everything_wraps_around",
+        kind="B",
+        report=NOT_PUBLIC,
+        sentence="The bounds of a window that means everything, 2**31 - 1, are added to positions in int32.",
+        planted_in="all_gather",
+        smallest="v=1 seq_len=4 window=2147483647,2147483647",
+        applies=always,
+        replaced=(Replacement(dispatch, "_within", _as_it_was_given),),
     ),
 )
