@@ -1,36 +1,38 @@
 """Mutation testing of `impl` with the suite as the killer: does every small change of the code become a finding?
 
-    python bench/mutate_impl.py [--files exchange,halo,ring] [--every N] [--from N] [--programs N]
+    python bench/mutate_impl.py [--files exchange,halo,ring] [--every N] [--from N] [--lowered N] [--programs N]
 
-Changes one thing at a time in a copy of the code: a comparison, a number by one, a sum to a difference, a sign, an axis
-for another, the larger for the smaller, the ends of a permutation's pairs. Each mutant runs as a target of its file's
-strategies on cases of the quick list until a check has a finding; what no check sees is put to the file's tests in
-`tests/impl`. Survivors are printed with their line, to be looked at: either they change no result, or the suite is
-blind (docs/mutation.md). Exit status 1 if any mutant survives both. May touch: a temporary copy, worker processes.
+Changes one thing at a time in a copy of the code (`mutants.py`). `changed_programs.py` tells which cases of the quick
+list it gives another program; on these it runs as a target of its file's strategies until a check has a finding. Where
+it changes no program, it is put to two cases that ask `errors`: what is refused is in no program. What no check sees is
+put to the file's tests in `tests/impl`. Survivors are printed with their line, to be looked at: either they change no
+result, or the suite is blind (docs/mutation.md). Exit status 1 if any mutant survives both.
+May touch: a temporary copy, worker processes.
 """
 
 import argparse
-import ast
-import copy
+import json
 import os
+import select
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mutants import ROOT, Mutant, mutants_of
+
 from conformance.case_list import case_list
+from conformance.case_text import format_case
 from conformance.checks import CHECKS
-from conformance.devices import DEFAULT_DEVICES
+from conformance.devices import DEFAULT_DEVICES, worker_environment
+from conformance.long_chunks import long_chunk_case
 from conformance.problem import Case
 from conformance.selftest import in_order, spread
-from conformance.session import DECLINED, FINDING, Session
+from conformance.session import FINDING, Session
 from conformance.target import TargetError
 
-ROOT = Path(__file__).resolve().parent.parent
 # The strategies that a file's code runs in, and the tests of `tests/impl` that know it best.
 STRATEGIES = {
     "exchange": (("halo",), ("exchange_plan",)),
@@ -49,29 +51,6 @@ STRATEGIES = {
     "kernels/xla": (("all_gather", "halo"), ("kernels",)),
     "kernels/query_blocks": (("all_gather", "halo"), ("kernels",)),
 }
-_COMPARISONS = {
-    ast.Lt: ast.LtE,
-    ast.LtE: ast.Lt,
-    ast.Gt: ast.GtE,
-    ast.GtE: ast.Gt,
-    ast.Eq: ast.NotEq,
-    ast.NotEq: ast.Eq,
-    ast.Is: ast.IsNot,
-    ast.IsNot: ast.Is,
-}
-_OPERATORS = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.BitAnd: ast.BitOr, ast.And: ast.Or, ast.Or: ast.And}
-_NAMES = {
-    "context_axis": "data_axis",
-    "data_axis": "context_axis",
-    "tensor_axis": "context_axis",
-    "ulysses_axis": "context_axis",
-    "min": "max",
-    "max": "min",
-    "minimum": "maximum",
-    "maximum": "minimum",
-    "rows_before": "rows_after",
-    "rows_after": "rows_before",
-}
 # A target like any other: each mutant is another file, so that it is imported anew by a worker that goes on.
 _TARGET = """import sys
 
@@ -82,25 +61,15 @@ from conformance.targets.bundled import all_gather, halo, ring, ulysses, usp
 """
 
 
-@dataclass(frozen=True)
-class Mutant:
-    """One change: the file (under impl, without .py), the line, what was changed, and the whole new source."""
-
-    file: str
-    line: int
-    change: str
-    source: str
-
-
 def main() -> None:
     """Tries the mutants and prints what survives."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--files", default=",".join(STRATEGIES), help="files of impl, without .py")
     parser.add_argument("--every", type=int, default=1, help="only every N-th mutant")
     parser.add_argument("--from", type=int, default=0, dest="first", help="where to begin to count them")
-    parser.add_argument("--programs", type=int, default=40, help="cases that a mutant is tried on, of each strategy")
+    parser.add_argument("--lowered", type=int, default=60, help="cases a strategy whose programs are looked at")
+    parser.add_argument("--programs", type=int, default=8, help="cases a strategy that are run, of these")
     options = parser.parse_args()
-    cases = spread(in_order(case_list("quick", 0, num_devices=DEFAULT_DEVICES.count)), tuple(CHECKS), 150)
     mutants = [mutant for file in options.files.split(",") for mutant in mutants_of(file)]
     mutants = mutants[options.first :: options.every]
     survivors = 0
@@ -112,11 +81,10 @@ def main() -> None:
             shutil.copy(ROOT / file, copied / file)
         os.environ["PYTHONPATH"] = directory
         os.environ["PYTHONDONTWRITEBYTECODE"] = "1"  # two mutants of one second would share compiled code
-        trial = Trial(copied, cases, options.programs)
+        trial = Trial(copied, options.lowered, options.programs)
         for number, mutant in enumerate(mutants, 1):
-            killer = trial.killer(mutant, number)
-            survivors += killer is None
-            verdict = "SURVIVES" if killer is None else f"killed by {killer}"
+            verdict = trial.verdict(mutant, number)
+            survivors += verdict.startswith("SURVIVES")
             print(
                 f"{number}/{len(mutants)} impl/{mutant.file}.py:{mutant.line}: {mutant.change}: {verdict}", flush=True
             )
@@ -128,100 +96,107 @@ def main() -> None:
 class Trial:
     """Puts one mutant after the other to the checks, in worker processes that go on, and then to the tests."""
 
-    def __init__(self, copied: Path, cases: list[Case], programs: int) -> None:
-        self._copied, self._cases, self._programs = copied, cases, programs
+    def __init__(self, copied: Path, lowered: int, programs: int) -> None:
+        self._copied, self._lowered, self._programs = copied, lowered, programs
+        listed = in_order(case_list("quick", 0, num_devices=DEFAULT_DEVICES.count))
+        listed = tuple(case for case in listed if case.problem.dtype != "float64")
+        self._cases = [*spread(listed, tuple(CHECKS), 150), long_chunk_case(seed=0)]
+        self._refusing = [case for case in listed if CHECKS["errors"].asks_about(case)][:2]
+        self._lowering: dict[str, subprocess.Popen[str]] = {}
         self._session: Session | None = None
 
-    def killer(self, mutant: Mutant, number: int) -> str | None:
-        """What kills the mutant: a check, that it does not load, or the tests alone; None if it survives."""
+    def verdict(self, mutant: Mutant, number: int) -> str:
+        """What kills the mutant: a check, that it does not load, or the tests alone; or that it survives, and how."""
         strategies, tests = STRATEGIES[mutant.file]
+        for strategy in strategies:
+            if strategy not in self._lowering:
+                self._lowering[strategy] = self._started(strategy)  # while the copy is right
         path = self._copied / "impl" / f"{mutant.file}.py"
         right = path.read_text()
         path.write_text(mutant.source)
         target = self._copied / f"mutant_{number}.py"
         target.write_text(_TARGET)
+        looked = []
         try:
             for strategy in strategies:
-                if killer := self._check(f"{target}:{strategy}"):
-                    return killer
-            return self._test(tests)
+                changed = self._changed(strategy, mutant)
+                cases = [self._cases[index] for index in changed["changed"]]
+                if killer := self._check(f"{target}:{strategy}", cases or self._refusing):
+                    return f"killed by {killer}"
+                looked.append(f"{strategy}: {len(cases)} of {changed['looked_at']} programs change")
+            return "killed by the tests alone" if self._test(tests) else f"SURVIVES ({'; '.join(looked)})"
         finally:
             path.write_text(right)
 
     def close(self) -> None:
         """Ends the worker processes."""
+        for process in self._lowering.values():
+            process.kill()
         if self._session is not None:
             self._session.close()
 
-    def _check(self, spec: str) -> str | None:
+    def _started(self, strategy: str) -> subprocess.Popen[str]:
+        """A process that has lowered the right programs of a strategy."""
+        command = [sys.executable, str(Path(__file__).parent / "changed_programs.py"), strategy]
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=self._copied,
+            env=worker_environment(DEFAULT_DEVICES, enable_x64=False),
+        )
+        if _answer(process, [format_case(case) for case in self._cases], 1800) is None:
+            raise RuntimeError(f"the right programs of {strategy} were not lowered")
+        return process
+
+    def _changed(self, strategy: str, mutant: Mutant) -> dict[str, Any]:
+        question = {
+            "file": mutant.file,
+            "lines": mutant.lines,
+            "at_most": self._lowered,
+            "enough": self._programs,
+        }
+        answer = _answer(self._lowering[strategy], question, 300)
+        if answer is None:  # it hangs while it is traced, on the first case at the latest
+            self._lowering.pop(strategy).kill()
+            answer = {"looked_at": 1, "changed": [0]}
+        return answer
+
+    def _check(self, spec: str, cases: list[Case]) -> str | None:
         try:
             if self._session is None:
                 self._session = Session(spec, DEFAULT_DEVICES)
             else:
                 self._session.load(spec)
         except TargetError:
-            self.close()
-            self._session = None
+            self._session = None  # it has lost its worker
             return "not loading"
-        ran = 0
-        for case in self._cases:
+        for number, case in enumerate(cases, 1):
             result = self._session.run(case)
             if result.status == FINDING:
-                return f"{result.findings[0].check} on program {ran + 1}"
-            ran += result.status != DECLINED
-            if ran >= self._programs:
-                break
+                return f"{result.findings[0].check} on case {number} of {len(cases)}"
         return None
 
-    def _test(self, names: tuple[str, ...]) -> str | None:
+    def _test(self, names: tuple[str, ...]) -> bool:
         if not names:
-            return None
+            return False
         files = [f"tests/impl/test_{name}.py" for name in names]
         command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:halocheck", "-qx", *files]
         ran = subprocess.run(command, cwd=self._copied, capture_output=True, text=True)
         if ran.returncode not in (0, 1):
             raise RuntimeError(f"{' '.join(command)} ends with {ran.returncode}:\n{ran.stdout[-2000:]}{ran.stderr}")
-        return "the tests alone" if ran.returncode else None
+        return ran.returncode == 1
 
 
-def mutants_of(file: str) -> Iterator[Mutant]:
-    """Every mutant of a file, in the order of its lines."""
-    tree = ast.parse((ROOT / "impl" / f"{file}.py").read_text())
-    parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
-    found = []
-    for index, node in enumerate(ast.walk(tree)):
-        for change, mutate in _changes(node):
-            changed = copy.deepcopy(tree)
-            mutate(next(other for number, other in enumerate(ast.walk(changed)) if number == index))
-            around = ast.unparse(parents.get(node, node))[:90].replace("\n", " ")
-            line = getattr(node, "lineno", 0)
-            found.append(Mutant(file, line, f"{change} in {around}", ast.unparse(changed)))
-    yield from sorted(found, key=lambda mutant: mutant.line)
-
-
-def _changes(node: ast.AST) -> Iterator[tuple[str, Callable[[Any], None]]]:
-    """(what, how) of each change of one node."""
-    if isinstance(node, ast.Compare) and type(node.ops[0]) in _COMPARISONS:
-        comparison = _COMPARISONS[type(node.ops[0])]
-        yield f"{ast.unparse(node)} with {comparison.__name__}", lambda at: at.ops.__setitem__(0, comparison())
-    if isinstance(node, ast.BinOp | ast.BoolOp | ast.AugAssign) and type(node.op) in _OPERATORS:
-        operator = _OPERATORS[type(node.op)]
-        yield f"{ast.unparse(node)[:60]} with {operator.__name__}", lambda at: setattr(at, "op", operator())
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        yield f"{ast.unparse(node)[:60]} without its sign", lambda at: setattr(at, "op", ast.UAdd())
-    if isinstance(node, ast.Constant) and type(node.value) is int:
-        for value in (node.value + 1, node.value - 1):
-            yield f"{node.value} as {value}", lambda at, value=value: setattr(at, "value", value)
-    for field in ("id", "attr"):
-        name = getattr(node, field, None)
-        if name in _NAMES and isinstance(getattr(node, "ctx", None), ast.Load):
-            yield f"{name} as {_NAMES[name]}", lambda at, field=field, name=name: setattr(at, field, _NAMES[name])
-    if (
-        isinstance(node, ast.ListComp | ast.GeneratorExp)
-        and isinstance(node.elt, ast.Tuple)
-        and len(node.elt.elts) == 2
-    ):
-        yield f"{ast.unparse(node.elt)} reversed", lambda at: at.elt.elts.reverse()
+def _answer(process: subprocess.Popen[str], question: Any, seconds: float) -> Any:
+    """What the process says to one line; None if it says nothing in time."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(json.dumps(question) + "\n")
+    process.stdin.flush()
+    readable, _, _ = select.select([process.stdout], [], [], seconds)
+    return json.loads(process.stdout.readline()) if readable else None
 
 
 if __name__ == "__main__":
