@@ -16,12 +16,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from interior_calls import ROWS, LayerHeads, ShapesAndDtypes, interior_calls
+
 from conformance.aot.bundles import Schedule, dump_arguments, schedule_of
 from conformance.aot.job import compiler_environment
 
 TOPOLOGIES = ("v6e:2x4", "tpu7x:2x2x2")
-MODELS = {"Gemma 4 26B-A4B": (16, 8, 256), "Gemma 3 27B": (32, 16, 128)}
-"""Query heads, kv heads, head_dim of the local layers."""
+WINDOW, QUERIES = 1024, 512
+MODELS = {
+    "Gemma 4 26B-A4B": LayerHeads(16, 8, 256, WINDOW),
+    "Gemma 3 27B": LayerHeads(32, 16, 128, WINDOW),
+}
 LIBRARIES = {
     "jax": "jax.experimental.pallas.ops.tpu.splash_attention",
     "tokamax": "tokamax._src.ops.experimental.tpu.splash_attention",
@@ -33,7 +38,6 @@ KERNELS = tuple(
     for way in ("forward", "backward")
 )
 SPLASH_BLOCKS = (256, 512, 1024)
-ROWS, WINDOW, QUERIES = 131072 // 8, 1024, 512
 MATRIX_UNIT = 4 * 256 * 256
 """Multiplications that a v6e's matrix units do a bundle."""
 
@@ -43,10 +47,10 @@ def main(topologies: list[str]) -> None:
     print("| topology | model | kernel | bundles for 512 queries of a head | if every branch ran | matrix-unit limit |")
     print("| --- | --- | --- | --- | --- | --- |")
     for topology in topologies:
-        for model, (_, _, head_dim) in MODELS.items():
+        for model, layer in MODELS.items():
             for kernel in KERNELS:
                 matmuls = 2 if kernel.endswith("forward") else 5
-                limit = matmuls * QUERIES * WINDOW * head_dim // MATRIX_UNIT
+                limit = matmuls * QUERIES * WINDOW * layer.head_dim // MATRIX_UNIT
                 hot, every, block = best(topology, model, kernel)
                 with_blocks = f", blocks of {block}" if block else ""
                 print(f"| {topology} | {model} | {kernel}{with_blocks} | {hot} | {every} | {limit} |", flush=True)
@@ -101,49 +105,23 @@ def compile_kernel(topology: str, model: str, kernel: str, block: int) -> float:
     return steps
 
 
-def _pallas_halo(model: str, kernel: str) -> tuple[Callable[..., Any], list[tuple[tuple[int, ...], Any]], float]:
-    import jax.numpy as jnp
-
-    from impl.kernels.interface import KernelConfig
-    from impl.kernels.pallas_blocks import Band
+def _pallas_halo(model: str, kernel: str) -> tuple[Callable[..., Any], ShapesAndDtypes, float]:
     from impl.kernels.pallas_fit import VMEM_OF_OTHERS, Blocks
-    from impl.kernels.pallas_halo_backward import BackwardResult, BandCotangents, band_backward
-    from impl.kernels.pallas_halo_forward import BandOperands, band_forward
 
-    num_query_heads, num_kv_heads, dim = MODELS[model]
-    group, blocks = num_query_heads // num_kv_heads, Blocks(1024, 256)
-    outer = -(-(WINDOW - 1) // blocks.block)
-    inner, final = ROWS // blocks.block - outer, (ROWS - WINDOW + 1) // blocks.block
-    band = Band(WINDOW - 1, blocks.block, blocks.tile, outer, inner, num_kv_heads, num_kv_heads, group, final)
-    config = KernelConfig((WINDOW - 1, 0), dim**-0.5, vmem_bytes=VMEM_OF_OTHERS)
-    narrow, wide = jnp.bfloat16, jnp.float32
-    queries, keys = ((num_kv_heads, group, ROWS, dim), narrow), ((num_kv_heads, ROWS, dim), narrow)
-    rows, tail = (queries[0][:3], wide), ((num_kv_heads, outer * blocks.block, dim), wide)
-    shapes = [((1,), jnp.int32), queries, keys, keys]
-    steps = QUERIES / (blocks.block * group)
-
-    def forward(lowest: Any, query: Any, key: Any, value: Any) -> Any:
-        return band_forward(BandOperands(query, key, value, None, None, lowest), band, config)
-
-    def backward(lowest: Any, query: Any, key: Any, value: Any, *rest: Any) -> Any:
-        dout, lse, dlse, out, dquery, tail_key, tail_value = rest
-        operands = BandOperands(query, key, value, None, None, lowest)
-        into = BackwardResult(dquery, None, None, tail_key, tail_value, None, None)
-        return band_backward(operands, BandCotangents(dout, lse, dlse, out), band, config, jnp.dtype(narrow), into)
-
-    if kernel.endswith("forward"):
-        return forward, shapes, steps
-    return backward, [*shapes, queries, rows, rows, queries, queries, tail, tail], steps
+    layer, blocks = MODELS[model], Blocks(1024, 256)
+    calls = interior_calls(layer, blocks.block, blocks.tile, VMEM_OF_OTHERS)
+    steps = QUERIES / (blocks.block * (layer.num_query_heads // layer.num_kv_heads))
+    return *calls[kernel.removeprefix("pallas_halo_")], steps
 
 
-def _splash(model: str, kernel: str, block: int) -> tuple[Callable[..., Any], list[tuple[tuple[int, ...], Any]], float]:
+def _splash(model: str, kernel: str, block: int) -> tuple[Callable[..., Any], ShapesAndDtypes, float]:
     import jax
     import jax.numpy as jnp
 
     library = LIBRARIES[kernel.partition("_")[0]]
     splash = importlib.import_module(f"{library}.splash_attention_kernel")
     masks = importlib.import_module(f"{library}.splash_attention_mask")
-    num_query_heads, num_kv_heads, dim = MODELS[model]
+    num_query_heads, num_kv_heads, dim, _ = MODELS[model]
     rows = ROWS // 4  # Of the schedule's length nothing depends on the rows, but splash builds its mask on the host.
     mask = masks.LocalMask((rows, rows), (WINDOW - 1, 0), 0)
     names = ("block_q", "block_kv", "block_kv_compute", "block_q_dkv", "block_kv_dkv", "block_kv_dkv_compute")
@@ -155,7 +133,7 @@ def _splash(model: str, kernel: str, block: int) -> tuple[Callable[..., Any], li
     else:
         attend = splash.make_splash_mha(mask, config=splash.SplashConfig(**sizes), q_seq_shards=1)
     queries, keys = (num_query_heads, rows, dim), (num_kv_heads, rows, dim)
-    shapes: list[tuple[tuple[int, ...], Any]] = [(queries, jnp.bfloat16), (keys, jnp.bfloat16), (keys, jnp.bfloat16)]
+    shapes: ShapesAndDtypes = [(queries, jnp.bfloat16), (keys, jnp.bfloat16), (keys, jnp.bfloat16)]
 
     blocks_of_keys = -(-(WINDOW - 1) // block) + 1
     steps = QUERIES / block * blocks_of_keys

@@ -10,19 +10,18 @@ import os
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+
+from interior_calls import ROWS, LayerHeads, interior_calls
 
 from conformance.aot.bundles import dump_arguments
 from conformance.aot.job import compiler_environment
 
 MODELS = {
-    "Gemma 4 26B-A4B": (16, 8, 256, 1024),
-    "Gemma 3 27B": (32, 16, 128, 1024),
-    "Mistral 7B v0.1": (32, 8, 128, 4096),
-    "gpt-oss 20B": (64, 8, 128, 128),
+    "Gemma 4 26B-A4B": LayerHeads(16, 8, 256, 1024),
+    "Gemma 3 27B": LayerHeads(32, 16, 128, 1024),
+    "Mistral 7B v0.1": LayerHeads(32, 8, 128, 4096),
+    "gpt-oss 20B": LayerHeads(64, 8, 128, 128),
 }
-"""Query heads, kv heads, head_dim in whole lanes, W of the local layers."""
-ROWS = 131072 // 8
 MIB = 2**20
 
 
@@ -36,7 +35,6 @@ def main(topology: str) -> None:
 def measure(topology: str, dump: Path) -> None:
     """libtpu, which reads the environment once, writes its reports to `dump`."""
     import jax
-    import jax.numpy as jnp
     import numpy as np
     from jax.experimental import topologies
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -47,14 +45,15 @@ def measure(topology: str, dump: Path) -> None:
     sharding = NamedSharding(Mesh(np.array([device]), ("one",)), PartitionSpec())
     print("| topology | model | block | kernel | reported MiB | estimated MiB | limit MiB |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
-    for model, (query_heads, kv_heads, dim, window) in MODELS.items():
-        sizes = RowSizes(2 * dim, query_heads // kv_heads, 2, segment_ids=False)
-        blocks = Blocks.fitting(ROWS, window - 1, sizes, vmem_of(device))
+    for model, layer in MODELS.items():
+        sizes = RowSizes(2 * layer.head_dim, layer.num_query_heads // layer.num_kv_heads, 2, segment_ids=False)
+        blocks = Blocks.fitting(ROWS, layer.window - 1, sizes, vmem_of(device))
         if blocks is None:
             print(f"| {topology} | {model} | declined | – | – | – | {vmem_of(device) // MIB} |", flush=True)
             continue
-        estimated = blocks.vmem_bytes(ROWS, window - 1, sizes) / MIB
-        for name, (program, shapes) in calls(jnp, MODELS[model], blocks, vmem_of(device)).items():
+        estimated = blocks.vmem_bytes(ROWS, layer.window - 1, sizes) / MIB
+        calls = interior_calls(layer, blocks.block, blocks.tile, vmem_of(device))
+        for name, (program, shapes) in calls.items():
             arguments = [jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for shape, dtype in shapes]
             jax.jit(program).lower(*arguments).compile()
             figures = f"{reported(dump, name):.1f} | {estimated:.1f} | {vmem_of(device) // MIB}"
@@ -70,38 +69,6 @@ def reported(dump: Path, name: str) -> float:
             kernel, _ = json.JSONDecoder().raw_decode(rest)
             return kernel["total_size"] / MIB
     raise RuntimeError(f"libtpu wrote no report of pallas_halo_{name}")
-
-
-def calls(jnp: Any, model: tuple[int, int, int, int], blocks: Any, vmem: int) -> dict[str, tuple[Any, list[Any]]]:
-    """(program, shapes of its arguments) of forward and backward."""
-    from impl.kernels.interface import KernelConfig
-    from impl.kernels.pallas_blocks import Band
-    from impl.kernels.pallas_halo_backward import BackwardResult, BandCotangents, band_backward
-    from impl.kernels.pallas_halo_forward import BandOperands, band_forward
-
-    query_heads, heads, dim, window = model
-    group, outer = query_heads // heads, -(-(window - 1) // blocks.block)
-    inner, final = ROWS // blocks.block - outer, (ROWS - window + 1) // blocks.block
-    band = Band(window - 1, blocks.block, blocks.tile, outer, inner, heads, heads, group, final)
-    config = KernelConfig((window - 1, 0), dim**-0.5, vmem_bytes=vmem)
-    queries, keys = ((heads, group, ROWS, dim), jnp.bfloat16), ((heads, ROWS, dim), jnp.bfloat16)
-    rows, tail = (queries[0][:3], jnp.float32), ((heads, band.tail_blocks * blocks.block, dim), jnp.float32)
-    inputs = [((1,), jnp.int32), queries, keys, keys]
-
-    def forward(lowest: Any, query: Any, key: Any, value: Any) -> Any:
-        return band_forward(BandOperands(query, key, value, None, None, lowest), band, config)
-
-    def backward(lowest: Any, query: Any, key: Any, value: Any, *rest: Any) -> Any:
-        dout, lse, dlse, out, dquery, tail_key, tail_value = rest
-        operands = BandOperands(query, key, value, None, None, lowest)
-        into = BackwardResult(dquery, None, None, tail_key, tail_value, None, None)
-        cotangents = BandCotangents(dout, lse, dlse, out)
-        return band_backward(operands, cotangents, band, config, jnp.dtype(jnp.bfloat16), into)
-
-    return {
-        "forward": (forward, inputs),
-        "backward": (backward, [*inputs, queries, rows, rows, queries, queries, tail, tail]),
-    }
 
 
 if __name__ == "__main__":

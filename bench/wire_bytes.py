@@ -3,7 +3,7 @@
 What all_gather and ulysses send does not depend on the layout; halo has no striped one. usp is on 4 context × 2 ulysses
 ranks, the others on 8 context ranks.
 
-May touch: nothing. `python bench/wire_bytes.py`. Tested in tests/impl/test_wire_bytes.py.
+May touch: nothing. `python bench/wire_bytes.py`. Tested in tests/impl/wire/test_wire_bytes.py.
 """
 
 from impl.wire_bytes import LayerShape, wire_bytes

@@ -2,7 +2,7 @@
 
 Communication is `lax.ppermute` along the context axis by the plan in exchange.py, hidden behind queries that need no
 halo (halo_spans.py); gradients of received rows travel the same way back, in float32.
-Tested in tests/impl/test_strategies.py, test_halo.py and test_aot.py.
+Tested in tests/impl/test_strategies.py, test_halo.py and wire/test_aot.py.
 """
 
 import functools

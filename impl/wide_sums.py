@@ -1,7 +1,7 @@
 """Sums over a mesh axis that stay as wide as their terms, whatever XLA thinks of what becomes of them.
 
 XLA for TPU sums in bfloat16 where it sees a float32 all-reduce rounded to bfloat16 afterwards, and turns some
-reduce-scatters into such all-reduces. Tested in tests/impl/test_aot.py, on what it compiles to.
+reduce-scatters into such all-reduces. Tested in tests/impl/wire/test_aot.py, on what it compiles to.
 """
 
 import jax.numpy as jnp

@@ -1,7 +1,7 @@
 """How many bytes a layer's strategy brings to a rank, forward and backward: exact, from plans and shapes alone.
 
-Touches no arrays. Tested in tests/impl/test_wire_bytes.py against what traced programs send; docs/strategies.md has a
-table of them.
+Touches no arrays. Tested in tests/impl/wire/test_wire_bytes.py against what traced programs send; docs/strategies.md
+has a table of them.
 """
 
 from dataclasses import dataclass, replace

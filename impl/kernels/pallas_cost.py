@@ -1,7 +1,7 @@
 """Tells XLA what Pallas kernels of somebody else's cost, so that its scheduler knows which of them can hide a transfer.
 
 Without an estimate a kernel counts as next to nothing, and XLA waits for a transfer before or after it, not behind it.
-Tested in tests/impl/test_aot.py, on the schedule of a compiled program.
+Tested in tests/impl/wire/test_aot.py, on the schedule of a compiled program.
 """
 
 from collections.abc import Callable

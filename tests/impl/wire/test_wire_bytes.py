@@ -11,7 +11,7 @@ import pytest
 
 from impl.wire_bytes import LayerShape, wire_bytes
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 MESH = {"context": 4, "ulysses": 2}
