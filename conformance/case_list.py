@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from conformance.case_text import format_case
 from conformance.covering import covering_rows
-from conformance.long_chunks import long_chunk_case
+from conformance.long_chunks import long_chunk_case, uneven_long_chunk_case
 from conformance.models import model_cases, pull_request_5608_cases
 from conformance.philox import Draws
 from conformance.problem import Case
@@ -58,8 +58,9 @@ def case_list(profile: str, seed: int, examples: int | None = None, num_devices:
     for fixed in (pull_request_5608_cases, model_cases):
         cases += [case for case in fixed(_case_seed(seed, len(cases))) if case.problem.num_devices <= num_devices]
     cases += [_exact(case, seed, len(cases) + offset) for offset, case in enumerate(cases[: len(rows) : _EXACT_STRIDE])]
-    long = long_chunk_case(_case_seed(seed, len(cases)))
-    cases += [long] if long.problem.num_devices <= num_devices else []
+    for long_case in (long_chunk_case,) if profile == "quick" else (long_chunk_case, uneven_long_chunk_case):
+        case = long_case(_case_seed(seed, len(cases)))
+        cases += [case] if case.problem.num_devices <= num_devices else []
     while len(cases) < wanted:
         cases.append(further_case(seed, len(cases), num_devices))
     return tuple(cases)

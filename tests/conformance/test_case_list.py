@@ -65,6 +65,15 @@ def test_some_case_of_every_list_has_a_chunk_that_is_long_beside_its_window(prof
     assert 256 < left < 512, "more than a kernel's block, and half of the chunk need not wait for the halo"
 
 
+def test_the_longer_lists_have_sinks_and_batch_rows_over_many_blocks_the_last_not_whole(ci):
+    long = [case.problem for case in ci if 512 < case.problem.chunk_len < 1024]
+    (one,) = long
+    assert one.sinks, "dsinks is a sum over blocks"
+    assert one.batch == 2
+    assert one.chunk_len % 128, "no block of a kernel has fewer rows than lanes"
+    assert 2 * sum(one.window) < one.chunk_len, "some queries see nothing of the neighbouring chunk"
+
+
 def test_every_event_that_eight_devices_allow_is_in_the_quick_list(quick):
     counts = Counter(event for case in quick for event in events_of(case))
     rare = {event: counts[event] for event in EVENTS if counts[event] < 8}
