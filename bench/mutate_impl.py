@@ -44,7 +44,7 @@ STRATEGIES = {
     "usp": (("usp",), ()),
     "head_exchange": (("ulysses", "usp"), ()),
     "heads": (("halo", "usp"), ("heads",)),
-    "layout": (("halo", "ulysses", "ring"), ("layout",)),
+    "layout": (("halo", "all_gather", "ulysses", "ring"), ("layout",)),
     "local_attention": (("halo", "all_gather"), ("kernels",)),
     "sharded": (("halo", "usp"), ()),
     "wide_sums": (("halo", "all_gather"), ()),
