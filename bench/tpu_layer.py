@@ -11,7 +11,7 @@ import re
 import sys
 from typing import Any
 
-from conformance.aot.job import compiler_environment
+from conformance.aot.compiler import compiler_environment
 
 MODELS = {"Gemma 4 26B-A4B": (16, 8, 256), "Gemma 3 27B": (32, 16, 128)}
 """Query heads, kv heads, head_dim of the local layers."""

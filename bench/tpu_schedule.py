@@ -19,7 +19,7 @@ from typing import Any
 from interior_calls import ROWS, LayerHeads, ShapesAndDtypes, interior_calls
 
 from conformance.aot.bundles import Schedule, dump_arguments, schedule_of
-from conformance.aot.job import compiler_environment
+from conformance.aot.compiler import compiler_environment
 
 TOPOLOGIES = ("v6e:2x4", "tpu7x:2x2x2")
 WINDOW, QUERIES = 1024, 512

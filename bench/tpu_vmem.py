@@ -14,7 +14,7 @@ from pathlib import Path
 from interior_calls import ROWS, LayerHeads, interior_calls
 
 from conformance.aot.bundles import dump_arguments
-from conformance.aot.job import compiler_environment
+from conformance.aot.compiler import compiler_environment
 
 MODELS = {
     "Gemma 4 26B-A4B": LayerHeads(16, 8, 256, 1024),

@@ -20,7 +20,7 @@ from rich.console import Console
 from conformance.about import about_run, header, versions
 from conformance.aot import check as aot
 from conformance.aot.command import DEFAULT_MODELS, NIGHTLY, compile_all, model_cases, to_json
-from conformance.aot.job import MISSING_LIBTPU, has_libtpu
+from conformance.aot.job import MISSING_LIBTPU, Compiled, has_libtpu
 from conformance.aot.topologies import num_devices_of, parse_topologies
 from conformance.case_list import case_list
 from conformance.case_text import format_case, parse_case
@@ -186,9 +186,14 @@ def _aot(options: argparse.Namespace) -> int:
     if options.report is not None:
         _prepare("--report", options.report)
     targets = tuple(options.targets) or DEFAULT_TARGETS
-    done = compile_all(targets, topologies, cases.__getitem__, Console(highlight=False, width=160))
-    if options.report is not None:
-        path = write_json([to_json(one) for one in done], options.report / "aot.json")
+    path = None if options.report is None else options.report / "aot.json"
+
+    def keep(so_far: Sequence[Compiled]) -> None:
+        if path is not None:
+            write_json([to_json(one) for one in so_far], path)
+
+    done = compile_all(targets, topologies, cases.__getitem__, Console(highlight=False, width=160), keep)
+    if path is not None:
         print(f"report: {path}")
     if any(one.findings for one in done):
         return EXIT_FINDING

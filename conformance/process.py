@@ -30,7 +30,7 @@ from conformance.channel import Channel, ChannelClosed, ChannelGarbled
 from conformance.devices import Devices, worker_environment
 from conformance.problem import DTYPES
 from conformance.target import TargetDescription, TargetError
-from conformance.watch import EXHAUSTS_MEMORY, Usage, Watch, usage_of
+from conformance.watch import EXHAUSTS_MEMORY, Usage, Watch, how_it_ended, usage_of
 
 _POLL_SECONDS = 0.5
 _LOG_TAIL_BYTES = 4000
@@ -210,7 +210,7 @@ class Worker:
             code = self._process.wait(timeout=watch.IDLE_SECONDS)
         except subprocess.TimeoutExpired:
             return "closed its channel"
-        return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
+        return how_it_ended(code)
 
     def _lost(self, how: str) -> WorkerLost:
         log = self._tail()

@@ -8,6 +8,7 @@ May touch: what the system says of processes. Tests: tests/conformance/test_watc
 from __future__ import annotations
 
 import contextlib
+import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -54,7 +55,9 @@ class Watch:
     It begins with its first look: most messages are followed by another one sooner than by a look, which is dear.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, busy_cpu_seconds: float | None = None) -> None:
+        """`busy_cpu_seconds` until it computes without end; None: BUSY_CPU_SECONDS."""
+        self._busy_cpu_seconds = BUSY_CPU_SECONDS if busy_cpu_seconds is None else busy_cpu_seconds
         self._unused_since = self._idle_since = self._looked_at = time.monotonic()
         self._used = self._queued = 0.0
         self._before: Usage | None = None
@@ -83,7 +86,12 @@ class Watch:
             if not is_starved or now - self._unused_since > STARVED_SECONDS:
                 return HANGS[0]
             self._idle_since, self._queued = now, usage_now.queued_seconds
-        return HANGS[1] if used - self._before.cpu_seconds > BUSY_CPU_SECONDS else None
+        return HANGS[1] if used - self._before.cpu_seconds > self._busy_cpu_seconds else None
+
+
+def how_it_ended(status: int) -> str:
+    """How a process was lost that ended by itself, of its exit status."""
+    return f"killed by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
 
 
 def memory_limit() -> int:

@@ -5,6 +5,7 @@ May touch: the terminal. Tests: tests/conformance/test_aot_command.py.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -53,29 +54,64 @@ def model_cases(
 
 
 def compile_all(
-    targets: Sequence[str], topologies: Sequence[str], cases_of: Callable[[str], Sequence[Case]], console: Console
+    targets: Sequence[str],
+    topologies: Sequence[str],
+    cases_of: Callable[[str], Sequence[Case]],
+    console: Console,
+    keep: Callable[[Sequence[Compiled]], None],
 ) -> tuple[Compiled, ...]:
     """Compiles everything, printing a table for each target and topology, then the findings.
 
-    `cases_of` gives the cases for a topology.
+    `cases_of` gives the cases for a topology; `keep` is handed all that was compiled so far, after each case. An
+    interrupt prints what there is, and goes on to the caller.
 
     Raises:
         TargetError: a target does not load.
     """
     everything: list[Compiled] = []
-    for target in targets:
-        for topology in topologies:
-            done = list(compile_target(target, topology, cases_of(topology), schedules=True))
-            everything += done
-            console.print(_table(target, topology, done))
-            if any(one.facts.get("kernels") for one in done):
-                console.print(_kernel_table(done))
-    for one in everything:
-        for finding in one.findings:
-            console.print(f"FINDING {finding.id} {one.target} on {one.topology}: {finding.reading}", markup=False)
-            console.print(f"  {finding.case}", markup=False)
-    console.print("compiled, not executed", markup=False)
+    try:
+        for target in targets:
+            for topology in topologies:
+                _compile_one(target, topology, cases_of(topology), console, everything, keep)
+    finally:
+        for one in everything:
+            for finding in one.findings:
+                console.print(
+                    f"FINDING {finding.id} {one.target} on {one.topology}: {finding.reading}",
+                    markup=False,
+                    soft_wrap=True,
+                )
+                console.print(f"  {finding.case}", markup=False, soft_wrap=True)
+        console.print("compiled, not executed", markup=False)
     return tuple(everything)
+
+
+def _compile_one(
+    target: str,
+    topology: str,
+    cases: Sequence[Case],
+    console: Console,
+    everything: list[Compiled],
+    keep: Callable[[Sequence[Compiled]], None],
+) -> None:
+    """Adds what a target compiles to on a topology to `everything`, and prints its tables."""
+    done: list[Compiled] = []
+    told = f"{target} on {topology}: {{}} of {len(cases)} layers"
+    try:
+        with (
+            console.status(told.format(0)) as status,
+            contextlib.closing(compile_target(target, topology, cases, schedules=True)) as compiled,
+        ):
+            for one in compiled:
+                done.append(one)
+                everything.append(one)
+                keep(everything)
+                status.update(told.format(len(done)))
+    finally:
+        if done:
+            console.print(_table(target, topology, done))
+        if any(one.facts.get("kernels") for one in done):
+            console.print(_kernel_table(done))
 
 
 def to_json(one: Compiled) -> dict[str, Any]:

@@ -34,7 +34,7 @@ from conformance.process import WorkerLost
 from conformance.runner import Plan, Run, TargetRun
 from conformance.session import CONFORMS, DECLINED, FINDING, INCONCLUSIVE, CaseResult
 from conformance.target import TargetDescription, TargetError
-from conformance.watch import Watch, usage_of
+from conformance.watch import Watch, how_it_ended, usage_of
 
 _POLL_SECONDS = 0.2
 # What the others do once one is gone is no news; they are given this long to end by themselves.
@@ -160,7 +160,7 @@ class _Hosts:
                         progress(f"running {begun[-1]}")
                 code = process.poll()
                 if code not in (None, 0):
-                    return self._told(number, _ended(code))
+                    return self._told(number, how_it_ended(code))
                 # Another host's command may start minutes later: how long to wait for it is jax.distributed's to say.
                 waits_for_others = self._place is not None and not told
                 how = None if code == 0 or waits_for_others else watches[number].lost(lambda p=process: usage_of(p.pid))
@@ -270,10 +270,6 @@ def _result(case: Case, answers: Sequence[Mapping[str, Any]]) -> CaseResult:
     status = FINDING if findings else INCONCLUSIVE if reasons else CONFORMS
     reason = f"some hosts decline it: {reasons[0]}" if reasons else ""
     return CaseResult(case, status, tuple(findings.values()), shares, reason, withheld=withheld)
-
-
-def _ended(code: int) -> str:
-    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
 
 
 def _free_port() -> int:

@@ -11,11 +11,13 @@ import pytest
 from conformance import cli
 from conformance.aot import job
 from conformance.aot.command import model_cases
-from conformance.aot.job import Compiled, compile_target, compiler_environment
+from conformance.aot.job import Compiled, compile_target
 from conformance.aot.topologies import GENERATIONS, GIB, parse_topologies
 from conformance.case_text import parse_case
+from conformance.process import WorkerLost
 from conformance.target import TargetDescription, TargetError
 
+_HALO = "conformance.targets.bundled:halo"
 _CASE = parse_case("v=1 seq_len=64 sliding_window_size=9 dtype=bfloat16 seed=1")
 _RIGHT = {"facts": {"compiled": [], "traced": [], "narrow_sums": [], "remote_copies": []}}
 _MEMORY = {"temporary_bytes": 4 * GIB, "argument_bytes": 3 * GIB, "output_bytes": GIB}
@@ -23,15 +25,10 @@ _MEMORY = {"temporary_bytes": 4 * GIB, "argument_bytes": 3 * GIB, "output_bytes"
 
 @pytest.fixture
 def answers(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Has the compiling process answer with these messages, and end with this status."""
+    """Has the compiling process answer with these messages."""
 
-    def answer(*messages: dict[str, Any], status: int = 0, printed: str = "") -> None:
-        def run(command: list[str], *, input: str, stdout: Any, **others: Any) -> Any:
-            stdout.write(printed)
-            Path(json.loads(input)["results"]).write_text("".join(json.dumps(m) + "\n" for m in messages))
-            return type("Ended", (), {"returncode": status})
-
-        monkeypatch.setattr(job.subprocess, "run", run)
+    def answer(*messages: dict[str, Any] | WorkerLost) -> None:
+        monkeypatch.setattr(job, "answers", lambda spec, topology, cases, schedules: (one for one in messages))
 
     return answer
 
@@ -90,13 +87,6 @@ def test_a_program_that_does_not_compile_is_a_finding_with_the_compilers_words(a
     assert "RESOURCE_EXHAUSTED: 35 GiB" in found.reading, "in short"
 
 
-def test_a_compiler_that_takes_its_process_along_is_a_finding_for_each_case_that_is_left(answers: Any) -> None:
-    answers(_described(), _RIGHT | _MEMORY, status=-6, printed="CHECK failed")
-    done, lost = compile_target("m:t", "v6e:2x4", (_CASE, _CASE))
-    assert done.findings == (), "what was compiled before"
-    assert lost.findings[0].detail == "CHECK failed", "the end of what it printed"
-
-
 def test_what_is_declined_says_why_and_hides_nothing(answers: Any) -> None:
     answers(_described(), {"declined": "no such layout"})
     (one,) = compile_target("m:t", "v6e:2x4", (_CASE,))
@@ -107,16 +97,9 @@ def test_a_target_that_does_not_load_cannot_be_compiled(answers: Any) -> None:
     answers({"load_error": "Traceback: their own"})
     with pytest.raises(TargetError, match="their own"):
         list(compile_target("m:t", "v6e:2x4", (_CASE,)))
-    answers(status=1, printed="libtpu is broken")
+    answers(WorkerLost("exited with status 1", "compiling", "libtpu is broken"))
     with pytest.raises(TargetError, match="libtpu is broken"):
         list(compile_target("m:t", "v6e:2x4", (_CASE,)))
-
-
-def test_libtpu_is_told_which_tpu_to_compile_for_and_to_look_for_none() -> None:
-    environment = compiler_environment("v5e:2x4", {"HOME": "/home/user"})
-    assert environment["TPU_ACCELERATOR_TYPE"] == "v5litepod-8", "the accelerator of the topology"
-    assert (environment["JAX_PLATFORMS"], environment["TPU_SKIP_MDS_QUERY"]) == ("cpu", "1"), "none is looked for"
-    assert environment["HOME"] == "/home/user", "everything else is the caller's"
 
 
 @pytest.mark.parametrize(
@@ -155,3 +138,23 @@ def test_without_libtpu_one_line_says_how_to_install_it(
     assert capsys.readouterr().err == (
         "halocheck: compiling for an absent TPU needs libtpu: pip install 'halocheck[aot]'\n"
     )
+
+
+def test_an_interrupt_leaves_what_was_compiled_printed_and_written(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(cli, "has_libtpu", lambda: True)
+    told = [_described(), {"declined": "no such layout"}, {"raised": {"type": "E", "message": "no", "traceback": ""}}]
+
+    def interrupted(spec: str, topology: str, cases: Any, schedules: bool) -> Any:
+        yield from told
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(job, "answers", interrupted)
+    assert cli.main(["aot", _HALO, "--report", str(tmp_path)]) == 130, "interrupted, of four layers"
+    written = json.loads((tmp_path / "aot.json").read_text())
+    assert [one["status"] for one in written] == ["declined: no such layout", "finding"], "what was compiled by then"
+    printed = capsys.readouterr().out
+    assert "declined: no such layout" in printed, "the table"
+    assert "does not compile (E): no\n" in printed, "and the finding"
+    assert f"  {written[1]['case']}\n" in printed, "with its case in one line, to be copied"
