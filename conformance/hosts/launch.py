@@ -240,12 +240,31 @@ def _merged(spec: str, cases: Sequence[Case], hosts: _Hosts, gone: tuple[int, Wo
         of_problem = description.of_problem(all(said.get("uses_tpu_precision", True) for said in of_hosts))
         results.append(_result(case, [*of_hosts, *judged(of_problem, case, of_hosts)]))
     if gone is not None and done < len(cases):
-        case = cases[done]
-        finding = dataclasses.replace(lost(description.name, format_case(case), gone[1]), rank=None)
-        finding = dataclasses.replace(finding, reading=f"host {gone[0]} of {hosts.num_hosts}: {finding.reading}")
-        results.append(CaseResult(case, FINDING, (finding,), {("contract", CALL): 0.0}))
+        results.append(_lost_on(description, cases[done], hosts.num_hosts, gone, [host[done:] for host in answers]))
     peaks = tuple(one["peak_bytes"] for said in messages for one in said if "peak_bytes" in one)
     return HostsRun(description, tuple(results), peaks)
+
+
+def _lost_on(
+    description: TargetDescription,
+    case: Case,
+    num_hosts: int,
+    gone: tuple[int, WorkerLost],
+    left: Sequence[Sequence[Mapping[str, Any]]],
+) -> CaseResult:
+    """The case on which a host was lost; `left`: what each host has answered from it on.
+
+    A host that raised or declined it comes first: one that waited for that host in a collective is lost after it.
+    """
+    number, how = gone
+    answered = {at: of_host[0] for at, of_host in enumerate(left) if of_host}
+    finding = dataclasses.replace(lost(description.name, format_case(case), how), rank=None)
+    reading = f"host {number} of {num_hosts}: {finding.reading}"
+    if declined := {at: answer["declined"] for at, answer in answered.items() if "declined" in answer}:
+        reading += f"; {', '.join(f'host {at} declines it: {why}' for at, why in declined.items())}"
+    told = _result(case, list(answered.values())) if answered else CaseResult(case, FINDING)
+    findings = (*told.findings, dataclasses.replace(finding, reading=reading))
+    return CaseResult(case, FINDING, findings, {("contract", CALL): 0.0})
 
 
 def _result(case: Case, answers: Sequence[Mapping[str, Any]]) -> CaseResult:

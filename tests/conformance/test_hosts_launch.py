@@ -12,8 +12,9 @@ from conformance.case_text import format_case, parse_case
 from conformance.devices import Devices
 from conformance.hosts import launch
 from conformance.hosts.launch import HostsRun, run_on_hosts
+from conformance.process import WorkerLost
 from conformance.session import CONFORMS, DECLINED, FINDING, INCONCLUSIVE
-from conformance.target import TargetError
+from conformance.target import TargetDescription, TargetError
 
 _HALO = "conformance.targets.bundled:halo"
 _CONTEXT = parse_case("v=1 seq_len=64 num_query_heads=2 sliding_window_size=9 context_parallelism=8")
@@ -80,6 +81,30 @@ def test_what_one_host_declines_and_another_answers_is_no_verdict() -> None:
     result = launch._result(_CONTEXT, [answered, {"declined": "not here"}])
     assert (result.status, result.reason) == (INCONCLUSIVE, "some hosts decline it: not here"), "half of it is unseen"
     assert launch._result(_CONTEXT, [{"declined": "not here"}] * 2).status == DECLINED, "all of them do"
+
+
+def test_what_a_host_raised_is_told_before_that_another_was_lost_by_it() -> None:
+    raised = {
+        "target": "mine",
+        "check": "contract",
+        "tensor": "call",
+        "signature": "raises RuntimeError in its forward",
+    }
+    answer = {
+        "shares": [],
+        "findings": [{**raised, "case": format_case(_CONTEXT), "reading": "only here", "index": None}],
+    }
+    lost = (0, WorkerLost("killed by SIGABRT", "running a case", ""))
+    description = TargetDescription("mine:attention", "mine")
+    result = launch._lost_on(description, _CONTEXT, 2, lost, [[], [answer, answer]])
+    assert [one.signature for one in result.findings] == [
+        "raises RuntimeError in its forward",
+        "killed by SIGABRT while running a case",
+    ], "the cause, which host 1 told and host 0 waited for in vain, and then what came of it"
+    result = launch._lost_on(description, _CONTEXT, 2, lost, [[], [{"declined": "not on this host"}]])
+    assert "host 1 declines it: not on this host" in result.findings[0].reading, (
+        "a host that declines alone is a cause too"
+    )
 
 
 def test_a_target_that_does_not_load_on_the_hosts_cannot_start() -> None:
