@@ -96,7 +96,7 @@ class Worker:
         """Starts a case for these checks; `wait` gives its reply."""
         self._phase = "starting"
         os.ftruncate(self._log.fileno(), 0)
-        self._watch = Watch()
+        self._watch = Watch(platform=self._devices.platform)
         with contextlib.suppress(ChannelClosed):  # a worker that is gone shows in wait()
             self._channel.send({"do": "execute", "case": case_text, "checks": list(checks)})
 
@@ -114,7 +114,7 @@ class Worker:
                 if "result" in message:
                     return message["result"] | self._left_behind(), arrays
                 self._phase = message["phase"]
-                self._watch = Watch()
+                self._watch = Watch(platform=self._devices.platform)
         except ChannelClosed:
             return self._lost(self._how_it_ended())
         except ChannelGarbled:
@@ -148,7 +148,7 @@ class Worker:
         return self.description
 
     def _load(self, spec: str, devices: Devices) -> TargetDescription:
-        self._phase, self._watch = "loading the target", Watch()
+        self._phase, self._watch = "loading the target", Watch(platform=devices.platform)
         try:
             self._channel.send({"do": "load", "target": spec})
             how = self._wait_for_message()

@@ -19,6 +19,8 @@ import psutil
 # A worker that uses less than IDLE_CPU_SECONDS of CPU in IDLE_SECONDS waits for something that will not come.
 IDLE_SECONDS = 15.0
 IDLE_CPU_SECONDS = 0.3
+# Of a host with TPUs: while they compute, or a slice's other hosts have not come yet, it waits and uses none.
+TPU_IDLE_SECONDS = 300.0
 # What could go on waits for a core nearly all of the time; a hung process has threads that wake for a moment.
 STARVED_SHARE = 0.2
 # Who has had no core for so long is given up all the same.
@@ -55,8 +57,11 @@ class Watch:
     It begins with its first look: most messages are followed by another one sooner than by a look, which is dear.
     """
 
-    def __init__(self, busy_cpu_seconds: float | None = None) -> None:
-        """`busy_cpu_seconds` until it computes without end; None: BUSY_CPU_SECONDS."""
+    def __init__(self, busy_cpu_seconds: float | None = None, platform: str = "cpu") -> None:
+        """`busy_cpu_seconds` until it computes without end; None: BUSY_CPU_SECONDS. `platform`: of what computes for
+        it, "cpu" or "tpu".
+        """
+        self._platform = platform
         self._busy_cpu_seconds = BUSY_CPU_SECONDS if busy_cpu_seconds is None else busy_cpu_seconds
         self._unused_since = self._idle_since = self._looked_at = time.monotonic()
         self._used = self._queued = 0.0
@@ -81,7 +86,8 @@ class Watch:
         if abs(used - self._used) > IDLE_CPU_SECONDS:
             self._used, self._unused_since = used, now
             self._idle_since, self._queued = now, usage_now.queued_seconds
-        if (idle := now - self._idle_since) > IDLE_SECONDS:
+        most_idle = IDLE_SECONDS if self._platform == "cpu" else TPU_IDLE_SECONDS
+        if (idle := now - self._idle_since) > most_idle:
             is_starved = usage_now.queued_seconds - self._queued > STARVED_SHARE * idle
             if not is_starved or now - self._unused_since > STARVED_SECONDS:
                 return HANGS[0]

@@ -86,10 +86,9 @@ def _result(target: Target, case: Case, report: Callable[[str], None]) -> dict[s
         message = {"broken": [error.tensor, error.quality, error.expected, error.got]}
     except Exception as error:  # noqa: BLE001  # whatever foreign code raises is a finding, not a failure of ours
         message = what_was_raised(error, "forward")
-    report("judging")
     numerics = numerics_facts(target, problem, setting.mesh)
     description = target.description.of_problem(not numerics)
-    answers = _Answers(description, case, ran.arrays)
+    answers = _Answers(description, case, ran.arrays, report)
     outcomes = _judged(Evidence(description, case, message, ran.arrays, answers=answers))
     told = {
         **numerics,
@@ -118,7 +117,7 @@ def _run(setting: Setting, case: Case, ran: _Ran, report: Callable[[str], None])
     program = None
     for draw in range(NUM_DRAWS):
         report(f"making draw {draw}")
-        placed = placed_shards(redraw(case, draw), setting.mesh, zero_at_empty_rows=undefined)
+        placed = placed_shards(redraw(case, draw), setting.mesh, zero_at_empty_rows=undefined, report=report)
         ran.queries = queries_here(placed["query"], case.problem)
         program = program or compiled_program(setting, forward_and_gradients, placed)
         report(f"running draw {draw}")
@@ -146,12 +145,19 @@ def _judged(evidence: Evidence) -> dict[str, Outcome]:
 class _Answers:
     """The oracle's answers at those of the places where faults live that this process holds."""
 
-    def __init__(self, target: TargetDescription, case: Case, arrays: Mapping[str, HeldRows]) -> None:
-        self._target, self._case, self._arrays = target, case, arrays
+    def __init__(
+        self,
+        target: TargetDescription,
+        case: Case,
+        arrays: Mapping[str, HeldRows],
+        report: Callable[[str], None],
+    ) -> None:
+        self._target, self._case, self._arrays, self._report = target, case, arrays, report
         self._made: dict[tuple[int, str], Answer] = {}
 
     def __call__(self, draw: int, call: str) -> Answer:
         if (draw, call) not in self._made:
+            self._report(f"answering draw {draw} of {call}")  # minutes, of a window that is long
             self._made[draw, call] = self._answer(draw, call)
         return self._made[draw, call]
 

@@ -120,7 +120,7 @@ class _Hosts:
     def __init__(self, spec: str, cases: Sequence[Case], devices: Devices, num_hosts: int, where: Place | Path) -> None:
         self._place = where if isinstance(where, Place) else None
         directory = where.exchange if isinstance(where, Place) else where
-        self.num_hosts, self._directory = num_hosts, directory
+        self.num_hosts, self._directory, self._platform = num_hosts, directory, devices.platform
         self._here = (self._place.number,) if self._place else tuple(range(num_hosts))
         job = {
             "target": spec,
@@ -147,7 +147,7 @@ class _Hosts:
 
     def wait(self, progress: Callable[[str], None]) -> tuple[int, WorkerLost] | None:
         """The first process that was lost, and how; None if all came to their end."""
-        watches = {number: Watch() for number in self._here}
+        watches = {number: Watch(platform=self._platform) for number in self._here}
         written = dict.fromkeys(self._here, 0)
         ended_at: float | None = None
         while True:
@@ -155,7 +155,7 @@ class _Hosts:
                 told = self.messages(number)
                 if len(told) > written[number]:
                     begun = [said["begins"] for said in told[written[number] :] if "begins" in said]
-                    written[number], watches[number] = len(told), Watch()
+                    written[number], watches[number] = len(told), Watch(platform=self._platform)
                     if number == self._here[0] and begun:
                         progress(f"running {begun[-1]}")
                 code = process.poll()

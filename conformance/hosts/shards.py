@@ -5,7 +5,10 @@ May touch: JAX arrays and the rows of inputs. Tests: tests/conformance/test_host
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -19,11 +22,18 @@ from conformance.value_kinds import draw_sinks
 
 Index = tuple[slice, ...]
 
+# Drawing a million tokens takes half an hour of CPU: in pieces, whose float64 stays small, on as many threads as pay.
+_PIECE_VALUES = 1 << 21
+_MAX_THREADS = 16
 
-def placed_shards(case: Case, mesh: jax.sharding.Mesh, *, zero_at_empty_rows: bool) -> dict[str, jax.Array]:
+
+def placed_shards(
+    case: Case, mesh: jax.sharding.Mesh, *, zero_at_empty_rows: bool, report: Callable[[str], None] = lambda phase: None
+) -> dict[str, jax.Array]:
     """The arrays of the contract in layout order; each process makes the rows of its own devices, and no others.
 
     `zero_at_empty_rows`: the cotangents of rows without keys are zero, for targets that leave such rows undefined.
+    `report` is told of every part, one device's rows of one array, before it is made.
     """
     problem = case.problem
     rows = (problem.batch, problem.seq_len)
@@ -46,6 +56,7 @@ def placed_shards(case: Case, mesh: jax.sharding.Mesh, *, zero_at_empty_rows: bo
 
         def part(index: Index | None, name: str = name, shape: tuple[int, ...] = shape) -> np.ndarray:
             assert index is not None, "these arrays have dimensions"
+            report(f"making a part of {name}")
             return _part(case, name, index, shape, zero_at_empty_rows)
 
         made[name] = jax.make_array_from_callback(shape, places[name.removeprefix("d")], part)
@@ -58,13 +69,28 @@ def _part(case: Case, name: str, index: Index, shape: tuple[int, ...], zero_at_e
         return draw_sinks(case).astype(np.float32)[index[0]]
     batch_rows = np.arange(shape[0])[index[0]]
     positions = case.problem.positions()[index[1]]
+    values_of_a_position = max(1, len(batch_rows) * int(np.prod(shape[2:])))
+    in_a_piece = max(1, _PIECE_VALUES // values_of_a_position)
+
+    def piece(start: int) -> np.ndarray:
+        return _rows(case, name, batch_rows, positions[start : start + in_a_piece], index, zero_at_empty_rows)
+
+    with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as pool:
+        pieces = list(pool.map(piece, range(0, len(positions), in_a_piece)))
+    return np.concatenate(pieces, axis=1)
+
+
+def _rows(
+    case: Case, name: str, batch_rows: np.ndarray, positions: np.ndarray, index: Index, zero_at_empty_rows: bool
+) -> np.ndarray:
+    """Some rows of one tensor; of `index` its axes behind the first two count."""
     heads = index[2] if len(index) > 2 else slice(None)
     rows = rows_of(case, name, batch_rows, positions, heads)
     rows = rows[(slice(None), slice(None), slice(None), *index[3:])[: len(index)]]
     if zero_at_empty_rows and name in ("dout", "dlse") and case.problem.padding is not None:
         is_token = rows_of(case, "segment_ids", batch_rows, positions) != case.problem.padding
         rows = np.where(is_token.reshape(*is_token.shape, *(1,) * (rows.ndim - 2)), rows, np.zeros((), rows.dtype))
-    return np.asarray(rows, order="C")
+    return rows
 
 
 class HeldRows:

@@ -8,6 +8,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from conformance.case_text import parse_case
+from conformance.hosts import shards
 from conformance.hosts.shards import HeldRows, heads_here, not_finite_here, placed_shards, queries_here
 from conformance.inputs import inputs_of
 from conformance.mesh import mesh_of
@@ -18,7 +19,12 @@ _CASE = parse_case(
 )
 
 
-def test_the_arrays_are_those_of_the_case_in_layout_order() -> None:
+@pytest.mark.parametrize("values_of_a_piece", [shards._PIECE_VALUES, 50])
+def test_the_arrays_are_those_of_the_case_in_layout_order(
+    values_of_a_piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole parts, and pieces of a position or two that threads make."""
+    monkeypatch.setattr(shards, "_PIECE_VALUES", values_of_a_piece)
     mesh = mesh_of(_CASE.problem, jax.devices())
     placed = placed_shards(_CASE, mesh, zero_at_empty_rows=False)
     inputs, order = inputs_of(_CASE), _CASE.problem.positions()
@@ -27,6 +33,15 @@ def test_the_arrays_are_those_of_the_case_in_layout_order() -> None:
         master = getattr(inputs, name)
         expected = master if name == "sinks" else master[:, order]
         np.testing.assert_array_equal(np.asarray(array), expected, err_msg=name)
+
+
+def test_every_part_is_told_before_it_is_made() -> None:
+    """A million tokens take longer to draw than a process may compute without a word."""
+    told: list[str] = []
+    placed_shards(_CASE, mesh_of(_CASE.problem, jax.devices()), zero_at_empty_rows=False, report=told.append)
+    num_devices = _CASE.problem.num_devices
+    assert told.count("making a part of query") == num_devices, "each device's rows, of which no two are the same"
+    assert {phase.removeprefix("making a part of ") for phase in told} >= {"key", "value", "dout"}, "of every array"
 
 
 def test_cotangents_of_rows_without_keys_are_zero_for_targets_that_leave_them_undefined() -> None:

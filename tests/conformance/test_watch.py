@@ -45,6 +45,13 @@ def test_one_that_uses_none_hangs_after_its_time_and_not_before(clock: None) -> 
     assert answers == [None] * int(watch.IDLE_SECONDS) + [HANGS[0]], "at the end of the time"
 
 
+def test_a_host_that_waits_for_its_tpus_is_no_hang_for_as_long_as_they_may_take(clock: None) -> None:
+    """They compute while it uses none: a correct layer of a million tokens must not be ended like a deadlock."""
+    watched = Watch(platform="tpu")
+    answers = [watched.lost(lambda: Usage(0.0)) for _ in range(int(watch.TPU_IDLE_SECONDS) + 2)]
+    assert answers == [None] * int(watch.TPU_IDLE_SECONDS + 1) + [HANGS[0]], "but not for ever"
+
+
 def test_one_that_waits_for_a_core_on_a_full_machine_is_no_hang_until_it_has_had_none_for_long(clock: None) -> None:
     watched, seconds = _watch_from(Usage(0.0)), itertools.count(1)
     answers = [watched.lost(lambda: Usage(0.1, queued_seconds=0.5 * next(seconds))) for _ in range(620)]
