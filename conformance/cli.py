@@ -197,7 +197,8 @@ def _aot(options: argparse.Namespace) -> int:
         print(f"report: {path}")
     if any(one.findings for one in done):
         return EXIT_FINDING
-    return EXIT_CONFORMS if any(one.facts for one in done) else EXIT_INCONCLUSIVE
+    is_known = any(one.facts for one in done) and not any(one.cannot_ask for one in done)
+    return EXIT_CONFORMS if is_known else EXIT_INCONCLUSIVE
 
 
 def _selftest(options: argparse.Namespace) -> int:

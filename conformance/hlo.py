@@ -79,7 +79,7 @@ def collectives_of(hlo: str) -> tuple[Collective, ...]:
     A `-start` and `-done` pair is one collective; one in the body of a loop has as many `trips` as the loop has turns,
     by its `known_trip_count` or by the constant its condition compares with. Of a conditional's branches all count.
     """
-    computations = _computations(hlo)
+    computations = computations_of(hlo)
     header = hlo[: hlo.find("\n\n")]
     found = re.search(r"num_partitions=(\d+)", header)
     num_devices = int(found.group(1)) if found else 1
@@ -98,7 +98,7 @@ def _with_trips(collective: Collective, trips: int | None) -> Collective:
     return Collective(**{**fields, "trips": trips})
 
 
-def _computations(hlo: str) -> dict[str, list[str]]:
+def computations_of(hlo: str) -> dict[str, list[str]]:
     """The instruction lines of each computation; the entry's key is ""."""
     computations: dict[str, list[str]] = {}
     current: list[str] | None = None
@@ -123,13 +123,14 @@ def _runs(computations: dict[str, list[str]]) -> Iterator[tuple[str, int | None]
         for line in computations[name]:
             if "=%" not in line and "={%" not in line:
                 continue
-            for role, called in _called(line):
+            for role, called in called_by(line):
                 if called in computations:
                     turns = _turns(line, computations) if role in ("body", "condition") else 1
                     waiting.append((called, None if times is None or turns is None else times * turns))
 
 
-def _called(line: str) -> Iterator[tuple[str, str]]:
+def called_by(line: str) -> Iterator[tuple[str, str]]:
+    """(role, computation) of each that an instruction names: the body of a loop, the branches of a conditional."""
     for role, names in _CALLED.findall(line):
         for name in names.strip("{}").split(","):
             yield role, name.strip().lstrip("%")
@@ -139,10 +140,10 @@ def _turns(line: str, computations: dict[str, list[str]]) -> int | None:
     """How often a loop's body runs."""
     if known := _TRIP_COUNT.search(line):
         return int(known.group(1))
-    condition = next((name for role, name in _called(line) if role == "condition"), "")
+    condition = next((name for role, name in called_by(line) if role == "condition"), "")
     lines = list(computations.get(condition, ()))
     for inner in tuple(lines):
-        lines += [text for _, name in _called(inner) for text in computations.get(name, ())]
+        lines += [text for _, name in called_by(inner) for text in computations.get(name, ())]
     bounds = {int(n) for text in lines if (found := _INTEGER.search(text)) for n in [found.group(1)]}
     inclusive = any("direction=LE" in text for text in lines)
     compares = inclusive or any("direction=LT" in text for text in lines)

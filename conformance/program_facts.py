@@ -110,6 +110,12 @@ def kernel_runs(traced: Any) -> dict[str, int | None]:
     return runs
 
 
+def interpreted_kernels(traced: Any) -> list[str]:
+    """The names of the Pallas kernels that are traced to be interpreted: no compiler will see a kernel there."""
+    kernels = (at.equation.params for at in reached(traced.jaxpr) if at.equation.primitive.name in KERNELS)
+    return sorted({_kernel_name(params) for params in kernels if params.get("interpret")})
+
+
 def matmul_flops(equations: Iterable[Reached]) -> int:
     """Multiplications and additions of all matrix products, as often as they run."""
     total = 0

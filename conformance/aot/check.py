@@ -35,4 +35,5 @@ def _result(one: Compiled) -> CaseResult:
     # What the check `collectives` says of this program is of another one than what it says of a CPU's.
     findings = tuple(dataclasses.replace(finding, check=NAME) for finding in one.findings)
     shares = {(NAME, "program"): one.memory_share} | {(NAME, tensor): one.shares[tensor] for tensor in one.shares}
-    return CaseResult(one.case, FINDING if findings else CONFORMS, findings, shares)
+    cannot_ask = {NAME: one.cannot_ask} if one.cannot_ask else {}
+    return CaseResult(one.case, FINDING if findings else CONFORMS, findings, shares, cannot_ask=cannot_ask)

@@ -82,6 +82,8 @@ def compile_all(
                     soft_wrap=True,
                 )
                 console.print(f"  {finding.case}", markup=False, soft_wrap=True)
+        for why in dict.fromkeys(one.cannot_ask for one in everything if one.cannot_ask):
+            console.print(f"not known what it sends: {why}", markup=False, soft_wrap=True)
         console.print("compiled, not executed", markup=False)
     return tuple(everything)
 
@@ -124,6 +126,7 @@ def to_json(one: Compiled) -> dict[str, Any]:
         "status": _status(one),
         "reason": one.reason,
         "shares_of_plan": dict(one.shares),
+        "sent_not_known": one.cannot_ask,
         "hidden_transfers": hidden,
         "transfers": transfers,
         "memory_share": one.memory_share,
@@ -141,11 +144,17 @@ def _table(target: str, topology: str, done: Sequence[Compiled]) -> Table:
     for one in done:
         hidden, transfers = one.hidden
         kernels = ", ".join(f"{count} {name}" for name, count in one.facts.get("kernels", {}).items())
-        sent = ", ".join(f"{direction} {share:.2f}" for direction, share in one.shares.items())
         memory = f"{one.facts['temporary_bytes'] / GIB:.2f} GiB, {one.memory_share:.0%}" if one.facts else ""
         counts = f"{hidden} of {transfers}" if one.facts else ""
-        table.add_row(_layer(one.case), _status(one) or one.reason, sent or "not claimed", counts, kernels, memory)
+        table.add_row(_layer(one.case), _status(one) or one.reason, _sent(one), counts, kernels, memory)
     return table
+
+
+def _sent(one: Compiled) -> str:
+    if one.cannot_ask:
+        return "not known"
+    shares = ", ".join(f"{direction} {share:.2f}" for direction, share in one.shares.items())
+    return shares or ("not claimed" if one.facts else "")
 
 
 def _kernel_table(done: Sequence[Compiled]) -> Table:
@@ -174,8 +183,10 @@ def _figures(schedule: Mapping[str, Any]) -> list[str]:
 def _runs_of(kernel: str, runs: Mapping[str, Any]) -> list[str]:
     """How often a kernel runs in each program, the plain one first; what was saved is named."""
     told = []
+    # A kernel without a name has one of the compiler's, which no traced program knows.
+    is_named = any(kernel in counts for counts in runs.values() if not isinstance(counts, str))
     for program, counts in runs.items():
-        times = counts if isinstance(counts, str) else counts.get(kernel, 0)
+        times = counts if isinstance(counts, str) else counts.get(kernel, 0 if is_named else "unknown")
         told.append(str(times) if program == _PLAIN else f"{times} with {program}")
     return told or [""]
 

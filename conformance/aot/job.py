@@ -31,7 +31,8 @@ class Compiled:
     """What one target's case became on one topology.
 
     `facts` are those of aot/program.py; empty where it was declined (`reason`) or did not compile (a finding).
-    `shares`: of the strategy's bytes, forward and backward, the largest share that is sent.
+    `shares`: of the strategy's bytes, forward and backward, the largest share that is sent; `cannot_ask`: why nobody
+    knows what is sent.
     """
 
     target: str
@@ -41,6 +42,7 @@ class Compiled:
     findings: tuple[Finding, ...] = ()
     shares: Mapping[str, float] = field(default_factory=dict)
     reason: str = ""
+    cannot_ask: str = ""
 
     @property
     def hidden(self) -> tuple[int, int]:
@@ -103,7 +105,20 @@ def _judged(description: TargetDescription, topology: str, case: Case, message: 
         return Compiled(description.name, topology, case, findings=(finding,))
     of_problem = description.of_problem(message.get("uses_tpu_precision", True))
     outcome = CHECKS["collectives"].run(Evidence(of_problem, case, message, {}))
-    return Compiled(description.name, topology, case, message, outcome.findings, outcome.shares)
+    findings = (*outcome.findings, *_of_interpreted(description, case, message.get("interpreted", ())))
+    return Compiled(
+        description.name, topology, case, message, findings, outcome.shares, cannot_ask=outcome.cannot_ask or ""
+    )
+
+
+def _of_interpreted(description: TargetDescription, case: Case, kernels: Sequence[str]) -> list[Finding]:
+    if not kernels:
+        return []
+    how = (
+        f"{', '.join(kernels)}: the program has no custom call of it. Whether to interpret is to be decided by the "
+        "platform of mesh.devices: jax.default_backend() is cpu while one compiles for a TPU that is not there"
+    )
+    return [_finding(description, case, "interprets a kernel", how, "")]
 
 
 def _of_lost(description: TargetDescription, case: Case, loss: WorkerLost) -> Finding:

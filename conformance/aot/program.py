@@ -23,7 +23,7 @@ from conformance.case_text import parse_case
 from conformance.input_shapes import input_shapes, placed_shapes
 from conformance.mesh import mesh_of
 from conformance.problem import Case
-from conformance.program_facts import cost_facts, kernel_runs, program_facts
+from conformance.program_facts import cost_facts, interpreted_kernels, kernel_runs, program_facts
 from conformance.remat_programs import gradient_programs
 from conformance.target import Declined, Target, TargetError, load_target
 from conformance.traced import scope
@@ -76,13 +76,16 @@ def _compiled(target: Target, case: Case, devices: Any, dump: Path | None) -> Na
     hlo: Any = compiled.as_text()
     memory: Any = compiled.memory_analysis()
     cotangents = [name == "dout" for name in sorted(arrays)]  # a dict's leaves are in this order
+    kernels = kernels_of(hlo)
     facts: Named = {
         **numerics,
         "facts": program_facts(traced, compiled, cotangents),
         "cost": cost_facts(traced),
         "transfers": [dataclasses.asdict(transfer) for transfer in transfers_of(hlo)],
-        "kernels": kernels_of(hlo),
+        "kernels": kernels,
         "instructions": kernel_instructions(hlo),
+        # One that is interpreted on other platforms alone, by lax.platform_dependent, has a compiled twin of its name.
+        "interpreted": [name for name in interpreted_kernels(traced) if name not in kernels],
         "temporary_bytes": int(memory.temp_size_in_bytes),
         "argument_bytes": int(memory.argument_size_in_bytes),
         "output_bytes": int(memory.output_size_in_bytes),

@@ -6,23 +6,25 @@ Pure text to data. May touch: nothing. Tests: tests/conformance/test_aot_schedul
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from conformance.hlo import COLLECTIVES
+from conformance.hlo import COLLECTIVES, called_by, computations_of
 
 _INSTRUCTION = re.compile(r"\s+(?:ROOT )?%([^\s=]+) = (.*)")
 _OPCODE = re.compile(r"(?<![\w.\-%\"])([a-z][\w\-]*)\(")
 _KERNEL = 'custom_call_target="tpu_custom_call"'
+_CONTROL = ("body", "true_computation", "false_computation", "branch_computations")
+Computations = Mapping[str, Sequence[str]]
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """One collective of the entry computation.
+    """One collective of the program, as it stands there: in a loop it is one, however often the loop turns.
 
-    `is_async`: it has a start and a done; `kernels` are those that run between the two, `cycles` what XLA expects its
-    own fusions there to take.
+    `is_async`: it has a start and a done; `kernels` are those that run between the two, in loops there too, `cycles`
+    what XLA expects its own fusions there to take. `computation`: the loop's body, or a branch; "" of the entry.
     """
 
     kind: str
@@ -30,6 +32,7 @@ class Transfer:
     is_async: bool
     kernels: tuple[str, ...] = ()
     cycles: int = 0
+    computation: str = ""
 
     @property
     def is_hidden(self) -> bool:
@@ -38,9 +41,13 @@ class Transfer:
 
 
 def transfers_of(hlo: str) -> tuple[Transfer, ...]:
-    """The collectives of a scheduled module's entry computation, in their order."""
-    lines = list(_entry(hlo))
-    transfers = []
+    """The collectives of a scheduled module: the entry's in their order, then those of its loops and branches."""
+    computations = computations_of(hlo)
+    return tuple(one for name in _run_from("", computations) for one in _transfers_in(name, computations))
+
+
+def _transfers_in(computation: str, computations: Computations) -> Iterator[Transfer]:
+    lines = list(_instructions(computations[computation]))
     for index, (name, text) in enumerate(lines):
         opcode = _opcode(text)
         kind = opcode.removesuffix("-start")
@@ -49,14 +56,37 @@ def transfers_of(hlo: str) -> tuple[Transfer, ...]:
         if kind not in COLLECTIVES:
             continue
         if not opcode.endswith("-start"):
-            transfers.append(Transfer(kind, name, is_async=False))
+            yield Transfer(kind, name, is_async=False, computation=computation)
             continue
         done = next((at for at in range(index + 1, len(lines)) if _is_done(name, lines[at][1])), len(lines))
         between = lines[index + 1 : done]
-        kernels = tuple(inner for inner, line in between if _KERNEL in line)
+        kernels = tuple(kernel for inner, line in between for kernel in _kernels_of_line(inner, line, computations))
         cycles = sum(int(count) for _, line in between for count in _CYCLES.findall(line))
-        transfers.append(Transfer(kind, name, True, kernels, cycles))
-    return tuple(transfers)
+        yield Transfer(kind, name, True, kernels, cycles, computation)
+
+
+def _run_from(name: str, computations: Computations) -> list[str]:
+    """A computation, and all that its loops and branches run, each once; what a fusion calls is none of them."""
+    found, waiting = list[str](), [name]
+    while waiting:
+        current = waiting.pop(0)
+        if current in computations and current not in found:
+            found.append(current)
+            waiting += _run_by(computations[current])
+    return found
+
+
+def _run_by(lines: Sequence[str]) -> list[str]:
+    return [called for line in lines for role, called in called_by(line) if role in _CONTROL or " call(" in line]
+
+
+def _kernels_of_line(name: str, text: str, computations: Computations) -> Iterator[str]:
+    """An instruction that is a kernel; or the kernels of the loop or branches that it is."""
+    if _KERNEL in text:
+        yield name
+    for called in _run_by([text]):
+        for inner in _run_from(called, computations):
+            yield from (kernel for kernel, line in _instructions(computations[inner]) if _KERNEL in line)
 
 
 def kernels_of(hlo: str) -> dict[str, int]:
@@ -79,15 +109,10 @@ def kernel_of(instruction: str) -> str:
     return re.sub(r"(\.\d+)+$", "", instruction)
 
 
-def _entry(hlo: str) -> Iterator[tuple[str, str]]:
-    """(name, text) of the instructions of the entry computation."""
-    inside = False
-    for line in hlo.splitlines():
-        if line.startswith("ENTRY"):
-            inside = True
-        elif inside and line == "}":  # a kernel's configuration may have lines of its own that begin with one
-            return
-        elif inside and (found := _INSTRUCTION.match(line)):
+def _instructions(lines: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """(name, text) of each instruction; a kernel's configuration may have lines of its own."""
+    for line in lines:
+        if found := _INSTRUCTION.match(line):
             yield found.group(1), found.group(2)
 
 

@@ -169,13 +169,15 @@ def _limits(target: TargetRun, run: Run, counts: dict[str, int]) -> list[str]:
         times = sum((check, tensor) in result.withheld for result in target.all_results)
         limits.append(f"{check} of {tensor} (not compared in {times} of {len(target.all_results)} cases): {why}")
     limits += looked_at_in_part(target, run)
-    not_asked = {check: why for result in target.all_results for check, why in result.cannot_ask.items()}
+    results = (*target.all_results, *target.compiled)
+    not_asked = {check: why for result in results for check, why in result.cannot_ask.items()}
     shown_by = {check for result in target.all_results for check, _ in result.shares} | not_asked.keys()
     silent = {check: why for result in target.all_results for check, why in result.no_question.items()}
     limits += [f"{check}: {why}" for check, why in silent.items() if check not in shown_by]
     for check, why in not_asked.items():
-        times = sum(check in result.cannot_ask for result in target.all_results)
-        limits.append(f"{check} (not asked in {times} of {len(target.all_results)} cases): {why}")
+        asked_of = target.compiled if check == aot.NAME else target.all_results
+        times = sum(check in result.cannot_ask for result in asked_of)
+        limits.append(f"{check} (not asked in {times} of {len(asked_of)} cases): {why}")
     if target.stopped:
         limits.append(f"stopped early: {target.stopped}")
     if of.changed_on_import:
@@ -216,8 +218,10 @@ def _of_float32(of: TargetDescription, taken: list[Problem]) -> str:
 
 def _is_owed(target: TargetRun, cell: Cell) -> bool:
     """Whether a case that the target took has the tensor, for this check, and the target claims it."""
-    if cell.check == aot.NAME or cell.status == NO_QUESTION or not _is_claimed(target, cell.check, cell.tensor):
+    if cell.status == NO_QUESTION or not _is_claimed(target, cell.check, cell.tensor):
         return False
+    if cell.check == aot.NAME:  # what compiles, and sends nobody knows how much
+        return cell.tensor != "program" and any(result.cannot_ask for result in target.compiled)
     taken = (result.case for result in target.all_results if result.status != DECLINED)
     return any(_has(target, case, cell.check, cell.tensor) for case in taken)
 

@@ -60,6 +60,16 @@ def test_what_compiles_conforms_with_its_share_of_memory_and_of_the_plan(compile
     assert result.shares == {("aot", "program"): 8 / 32, ("aot", "forward"): 1.0, ("aot", "backward"): 0.5}
 
 
+def test_a_program_that_compiles_and_sends_nobody_knows_how_much_does_not_conform(
+    compiler: Callable[..., None], runs: list[Run], capsys: pytest.CaptureFixture[str]
+) -> None:
+    compiler(Compiled("halo", "v6e:2x4", _CASE, _FACTS, cannot_ask="kernels of its own send"))
+    assert cli.main(["run", _HALO, "--checks", "aot"]) == 4, "what it claims was not looked at"
+    (state,) = runs
+    assert _cells(state)["aot", "forward"] == (DECLINED, 0), "not conforms, nor not claimed"
+    assert "aot (not asked in 1 of 1 cases): kernels of its own send" in capsys.readouterr().out, "and why"
+
+
 def test_its_findings_are_of_another_program_than_those_of_the_check_collectives(
     compiler: Callable[..., None], finding: Callable[..., Finding]
 ) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from conformance import cli
-from conformance.aot import job
+from conformance.aot import command, job
 from conformance.aot.command import model_cases
 from conformance.aot.job import Compiled, compile_target
 from conformance.aot.topologies import GENERATIONS, GIB, parse_topologies
@@ -76,6 +76,14 @@ def test_what_the_strategy_forbids_is_a_finding_and_what_it_allows_is_not(answer
     assert right.findings == (), "a program that sends nothing"
     assert [found.signature for found in forbidden.findings] == ["uses all-gather"], "halo sends by permutes alone"
     assert right.memory_share == pytest.approx(8 / 32), "temporaries, arguments and results, of v6e's 32 GiB"
+
+
+def test_a_kernel_that_is_interpreted_is_a_finding(answers: Any) -> None:
+    answers(_described(), _RIGHT | _MEMORY | {"interpreted": ["my_kernel"]})
+    (one,) = compile_target("m:t", "v6e:2x4", (_CASE,))
+    (found,) = one.findings
+    assert (found.check, found.tensor, found.signature) == ("aot", "program", "interprets a kernel"), "no custom call"
+    assert "my_kernel" in found.reading, "which"
 
 
 def test_a_program_that_does_not_compile_is_a_finding_with_the_compilers_words(answers: Any) -> None:
@@ -158,3 +166,9 @@ def test_an_interrupt_leaves_what_was_compiled_printed_and_written(
     assert "declined: no such layout" in printed, "the table"
     assert "does not compile (E): no\n" in printed, "and the finding"
     assert f"  {written[1]['case']}\n" in printed, "with its case in one line, to be copied"
+
+
+def test_a_kernel_that_the_traced_programs_do_not_know_by_name_is_not_said_to_run_never() -> None:
+    runs = {"plain": {"named": 2}, "nothing saved": {}}
+    assert command._runs_of("named", runs) == ["2", "0 with nothing saved"], "as it is counted"
+    assert command._runs_of("shard_map", runs)[0] == "unknown", "a name that the compiler gave to one without"

@@ -46,6 +46,23 @@ def test_what_stands_in_other_computations_is_no_transfer_of_the_entry() -> None
     assert len(transfers_of(_HLO)) == 3, "the collective of %inner is not counted"
 
 
+def test_transfers_in_a_loop_and_kernels_in_a_loop_beside_one_are_seen() -> None:
+    """A ring that is written as a loop: as many transfers as stand in it, not none."""
+    loop = """\
+%body (c: bf16[8]) -> bf16[8] {
+  %collective-permute-start.5 = (bf16[8]{0}, bf16[8]{0}) collective-permute-start(%c), source_target_pairs={{0,1}}
+  %step_kernel.1 = bf16[8]{0} custom-call(%c), custom_call_target="tpu_custom_call"
+  ROOT %collective-permute-done.5 = bf16[8]{0} collective-permute-done(%collective-permute-start.5)
+}
+
+ENTRY %main_spmd"""
+    turns = "  %while.1 = bf16[8]{0} while(%q), condition=%cond, body=%body\n  %collective-permute-done ="
+    transfers = transfers_of(_HLO.replace("ENTRY %main_spmd", loop).replace("  %collective-permute-done =", turns, 1))
+    assert len(transfers) == 4, "the three of the entry, and that of the loop, once"
+    assert transfers[0].kernels == ("my_kernel_fwd.2", "step_kernel.1"), "a loop's kernels hide what travels beside it"
+    assert (transfers[3].computation, transfers[3].kernels) == ("body", ("step_kernel.1",)), "and that inside it"
+
+
 def test_kernels_are_counted_by_name_without_the_compilers_numbers() -> None:
     assert kernels_of(_HLO) == {"my_kernel_fwd": 1, "my_kernel_bwd": 1}, "forward and backward"
 

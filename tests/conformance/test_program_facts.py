@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from conformance.narrow_sums import narrow_sums
-from conformance.program_facts import cost_facts, program_facts, sent_bytes
+from conformance.program_facts import cost_facts, interpreted_kernels, program_facts, sent_bytes
 from conformance.traced import phase_of, scope
 
 _RANKS = 4
@@ -266,3 +266,13 @@ def test_loops_whose_turns_nobody_knows_are_told_where_they_compute_with_arrays(
 
     shapes = jax.ShapeDtypeStruct((4, 4), jnp.float32), jax.ShapeDtypeStruct((), jnp.int32)
     assert cost_facts(_traced(program, *shapes))["unknown_loops"] == expected
+
+
+@pytest.mark.parametrize(("interpret", "expected"), [(True, ["mine"]), (False, [])])
+def test_a_kernel_that_is_traced_to_be_interpreted_is_named(interpret: bool, expected: list[str]) -> None:
+    def kernel(source: Any, out: Any) -> None:
+        out[...] = source[...]
+
+    shape = jax.ShapeDtypeStruct((8, 128), np.float32)
+    call: Any = pl.pallas_call(kernel, out_shape=shape, interpret=interpret, name="mine")
+    assert interpreted_kernels(jax.jit(call).trace(shape)) == expected, "no compiler will see it as a kernel"
