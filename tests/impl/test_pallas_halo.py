@@ -144,6 +144,27 @@ def test_the_kernels_agree_with_xla(name, ids) -> None:
         close(one, two, 2e-6, tensor)
 
 
+def test_a_hidden_key_never_wins_over_visible_ones_however_low_their_logits_are() -> None:
+    chunk = make_chunk(32, 3, 64, ids=False, sinks=False, group=1)
+    # Every logit of query row 9 is far below -1e30, and of the keys that it sees, rows 6 to 9, that of row 7 is highest.
+    low = chunk.query.at[:, 9].set(-1e32)
+    key = jnp.abs(chunk.key).at[:, 7].multiply(0.1)
+    chunk = chunk._replace(query=low, key=key, halo_key=jnp.abs(chunk.halo_key))
+    config = KernelConfig((3, 0), 0.25, None, None, None, interpret=True)
+    dout = jnp.zeros((*chunk.query.shape[:3], VALUE_DIM), jnp.float32).at[:, 9].set(1)
+
+    def computed(chunk):
+        out, lse = computed_by_pallas(chunk, config)
+        return out, gradients_by_pallas(chunk, RowCotangents(dout, lse, jnp.sum(dout * out, axis=-1)), config)
+
+    out, (_, dkey, dvalue) = run(computed, chunk)
+    assert np.array_equal(out[:, 9], chunk.value[:, 7]), "all of its weight is on the highest of the visible ones"
+    unseen = np.ones(3 + 32, bool)
+    unseen[3 + 6 : 3 + 10] = False  # behind the halo's three rows
+    assert not np.any(dkey[:, unseen]), "its cotangents reach no key that it does not see"
+    assert not np.any(dvalue[:, unseen]), "and no value"
+
+
 @pytest.mark.parametrize(
     "fields",
     [
