@@ -22,6 +22,7 @@ from conformance.known_issues import BUNDLED
 from conformance.report.verdict import EXIT_CANNOT_START
 
 DEFAULT_TARGETS = ("conformance.targets.bundled:halo", "conformance.targets.bundled:all_gather")
+ALL_CHECKS = ",".join(CHECKS)
 NIGHTLY_SECONDS = 7200.0
 _DATABASE = Path(".halocheck")
 
@@ -77,9 +78,8 @@ def _common() -> argparse.ArgumentParser:
     mesh = f"{DEFAULT_DEVICES.platform}:{DEFAULT_DEVICES.count}"
     said = f"cpu:N simulated devices, or tpu: those of this machine (default {mesh})"
     common.add_argument("--mesh", default=mesh, metavar="MESH", help=said)
-    checks = ",".join(CHECKS)
     common.add_argument(
-        "--checks", default=checks, metavar="A,B", help=f"which checks (default {checks}; also {aot.NAME})"
+        "--checks", default=ALL_CHECKS, metavar="A,B", help=f"which checks (default {ALL_CHECKS}; also {aot.NAME})"
     )
     common.add_argument("--report", type=Path, metavar="DIR", help="write DIR/report.json")
     return common

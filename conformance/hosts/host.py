@@ -121,7 +121,11 @@ def _run(setting: Setting, case: Case, ran: _Ran, report: Callable[[str], None])
         ran.queries = queries_here(placed["query"], case.problem)
         program = program or compiled_program(setting, forward_and_gradients, placed)
         report(f"running draw {draw}")
-        for name, array in jax.block_until_ready(program.compiled(placed)).items():
+        results = jax.block_until_ready(program.compiled(placed))
+        del placed  # the devices hold one draw at a time, as a program that was compiled for them counts on
+        report(f"fetching draw {draw}")
+        for name in sorted(results):
+            array = results.pop(name)
             tensor = name.partition("/")[2].removesuffix(" of vjp")
             has_undefined_rows = undefined and case.problem.padding is not None and tensor in ("out", "lse")
             if place := misplacement(setting, name, array):
@@ -132,6 +136,7 @@ def _run(setting: Setting, case: Case, ran: _Ran, report: Callable[[str], None])
                 ran.arrays[f"{draw}/{name}"] = HeldRows(array)
             elif tensor.endswith("dsinks"):
                 ran.dsinks[f"{draw}/{name}"] = heads_here(array)
+            del array
     return {"misplaced": misplaced, "diverged": {}, "not_finite": not_finite}
 
 

@@ -12,6 +12,7 @@ import pytest
 from conformance import cli, devices, tpus
 from conformance.answers import precision_of
 from conformance.case_text import parse_case
+from conformance.checks import CHECKS
 from conformance.devices import Devices, parse_devices, worker_environment
 from conformance.hosts import launch
 from conformance.hosts.place import Place
@@ -120,6 +121,15 @@ def test_a_run_takes_the_list_of_cases_that_fit_the_machine(four: None, plans: l
     ((plan, _),) = plans
     assert plan.devices == Devices("tpu", 4), "compiled for them"
     assert plan.cases == _list("quick", 0, None, 4), "of which none needs more than four"
+
+
+def test_races_is_not_asked_there_unless_by_name(four: None, plans: list[tuple[Plan, Any]]) -> None:
+    """It needs simulated devices: asked and declined, no run of a target whose kernels copy would ever conform."""
+    cli.main(["run", "a:b", "--mesh", "tpu"])
+    cli.main(["run", "a:b", "--mesh", "tpu", "--checks", "output,races"])
+    (by_default, _), (by_name, _) = plans
+    assert set(CHECKS) - set(by_default.check_names) == {"races"}, "all others are"
+    assert by_name.check_names == ("contract", "output", "races"), "what is asked for is not left out without a word"
 
 
 def test_nightly_runs_production_layers_shard_by_shard(four: None, plans: list[tuple[Plan, Any]]) -> None:
