@@ -30,12 +30,10 @@ from conformance.channel import Channel, ChannelClosed, ChannelGarbled
 from conformance.devices import Devices, worker_environment
 from conformance.problem import DTYPES
 from conformance.target import TargetDescription, TargetError
-from conformance.watch import EXHAUSTS_MEMORY, Usage, Watch, how_it_ended, usage_of
+from conformance.watch import EXHAUSTS_MEMORY, MANY_PRINTED_BYTES, Usage, Watch, how_it_ended, usage_of
 
 _POLL_SECONDS = 0.5
 _LOG_TAIL_BYTES = 4000
-# What a target prints of one case beyond this buries what it has to say, in its user's logs too.
-_MANY_PRINTED_BYTES = 1 << 20
 # What a target started for a moment may still be about to end when the case is answered.
 _GRACE_SECONDS = 2.0
 _MARK = "HALOCHECK_WORKER"
@@ -188,7 +186,7 @@ class Worker:
     def _left_behind(self) -> dict[str, Any]:
         """What is not as it should be once a case is answered, for the message: `printed_bytes`, `left_running`."""
         left: dict[str, Any] = {}
-        if (printed := self._printed_bytes()) > _MANY_PRINTED_BYTES:
+        if (printed := self._printed_bytes()) > MANY_PRINTED_BYTES:
             left["printed_bytes"] = printed
         if started := self._started():
             _, still_there = psutil.wait_procs(started, timeout=_GRACE_SECONDS)

@@ -30,6 +30,8 @@ BUSY_CPU_SECONDS = 600.0
 # Of the machine's memory, or of what its control group may use. Beyond it the system would end whom it likes.
 MEMORY_SHARE = 0.5
 PRINTED_BYTES = 64 << 20
+# What a target prints of one case beyond this buries what it has to say, in its user's logs too.
+MANY_PRINTED_BYTES = 1 << 20
 HANGS = ("hangs without using CPU", "computes without end")
 EXHAUSTS_MEMORY = "exhausts memory"
 PRINTS_WITHOUT_END = "prints without end"

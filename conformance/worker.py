@@ -18,7 +18,7 @@ import traceback
 from typing import Any
 
 from conformance.channel import Channel, ChannelClosed
-from conformance.target import Target, TargetError, load_target
+from conformance.target import Target, TargetError
 
 # Compiled programs are kept by JAX for ever; a case is never run twice in a row, so they are let go now and then.
 _CASES_BETWEEN_CLEARING = 25
@@ -80,22 +80,13 @@ def _serve(channel: Channel) -> None:
 def _load(spec: str) -> tuple[Target | None, dict[str, Any]]:
     import jax
 
-    from conformance.global_state import changes, global_state, put_back
+    from conformance.loading import load_and_put_back
 
-    before = global_state()
     try:
-        target = load_target(spec)
-        jax.clear_caches()  # what was traced for another target is not this one's
+        target = load_and_put_back(spec)  # before JAX looks for devices: those of the machine that was asked for
     except TargetError as error:
         return None, {"load_error": error.report}
-    changed = changes(before, global_state())
-    put_back(
-        before
-    )  # before JAX looks for devices: what is under test is the target, on the machine that was asked for
-    if left := changes(before, global_state()):
-        return None, {"load_error": f"{spec}: importing it changes {'; '.join(left)}, which cannot be put back"}
-    description = dataclasses.replace(target.description, changed_on_import=tuple(changed))
-    return target, {"description": dataclasses.asdict(description), "num_devices": jax.device_count()}
+    return target, {"description": dataclasses.asdict(target.description), "num_devices": jax.device_count()}
 
 
 if __name__ == "__main__":

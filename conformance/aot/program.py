@@ -21,11 +21,12 @@ from conformance.aot.schedule import kernel_instructions, kernels_of, transfers_
 from conformance.calling import Named, Setting, call_target, numerics_facts
 from conformance.case_text import parse_case
 from conformance.input_shapes import input_shapes, placed_shapes
+from conformance.loading import load_and_put_back
 from conformance.mesh import mesh_of
 from conformance.problem import Case
 from conformance.program_facts import cost_facts, interpreted_kernels, kernel_runs, program_facts
 from conformance.remat_programs import gradient_programs
-from conformance.target import Declined, Target, TargetError, load_target
+from conformance.target import Declined, Target, TargetError
 from conformance.traced import scope
 
 
@@ -39,7 +40,7 @@ def main() -> None:
     dump = Path(job["schedules"]) if job["schedules"] else None
     with open(job["results"], "w", encoding="utf-8") as results:
         try:
-            target = load_target(job["target"])
+            target = load_and_put_back(job["target"])
         except TargetError as error:
             _tell(results, {"load_error": error.report})
             return

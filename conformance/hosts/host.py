@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import resource
 import sys
 from collections.abc import Callable, Mapping
@@ -25,12 +26,15 @@ from conformance.checks import CHECKS
 from conformance.checks.outcome import Outcome
 from conformance.evidence import Evidence
 from conformance.execution import compiled_program, misplacement, what_was_raised
+from conformance.global_state import changes, global_state
 from conformance.hosts.shards import HeldRows, heads_here, not_finite_here, placed_shards, queries_here
 from conformance.hosts.sinks import told_here
 from conformance.inputs import NUM_DRAWS, redraw
+from conformance.loading import load_and_put_back
 from conformance.mesh import mesh_of
 from conformance.problem import Case
-from conformance.target import Declined, Target, TargetDescription, TargetError, calls_of, load_target
+from conformance.target import Declined, Target, TargetDescription, TargetError, calls_of
+from conformance.watch import MANY_PRINTED_BYTES
 
 _OF_VALUES = ("output", "residuals", "gradients")
 
@@ -41,7 +45,7 @@ def main() -> None:
     process_id = int(sys.argv[2])
     with open(Path(job["results"]) / f"{process_id}.jsonl", "w", encoding="utf-8") as results:
         try:
-            target = load_target(job["target"])
+            target = load_and_put_back(job["target"])
         except TargetError as error:
             _tell(results, {"load_error": error.report})
             return
@@ -76,7 +80,7 @@ def _result(target: Target, case: Case, report: Callable[[str], None]) -> dict[s
         return {"declined": reason}
     setting = Setting(target, problem, mesh_of(problem, jax.devices()), calls_of(target.description, case))
     message: dict[str, Any] = {}
-    ran = _Ran()
+    ran, before, printed = _Ran(), global_state(), _printed_bytes()
     try:
         with jax.default_matmul_precision(problem.precision):
             message = _run(setting, case, ran, report)
@@ -86,6 +90,10 @@ def _result(target: Target, case: Case, report: Callable[[str], None]) -> dict[s
         message = {"broken": [error.tensor, error.quality, error.expected, error.got]}
     except Exception as error:  # noqa: BLE001  # whatever foreign code raises is a finding, not a failure of ours
         message = what_was_raised(error, "forward")
+    if changed := changes(before, global_state()):
+        message = {**message, "changed": changed}
+    if (more := _printed_bytes() - printed) > MANY_PRINTED_BYTES:
+        message = {**message, "printed_bytes": more}
     numerics = numerics_facts(target, problem, setting.mesh)
     description = target.description.of_problem(not numerics)
     answers = _Answers(description, case, ran.arrays, report)
@@ -99,6 +107,11 @@ def _result(target: Target, case: Case, report: Callable[[str], None]) -> dict[s
         report("summing up dsinks")
         told["sinks"] = told_here(description, case, jax.process_count(), ran.dsinks, ran.queries)
     return told
+
+
+def _printed_bytes() -> int:
+    """What this process has printed so far: its standard output is a file of whoever started it."""
+    return os.fstat(sys.stdout.fileno()).st_size
 
 
 @dataclasses.dataclass
@@ -119,6 +132,7 @@ def _run(setting: Setting, case: Case, ran: _Ran, report: Callable[[str], None])
         report(f"making draw {draw}")
         placed = placed_shards(redraw(case, draw), setting.mesh, zero_at_empty_rows=undefined, report=report)
         ran.queries = queries_here(placed["query"], case.problem)
+        report("tracing and compiling")
         program = program or compiled_program(setting, forward_and_gradients, placed)
         report(f"running draw {draw}")
         results = jax.block_until_ready(program.compiled(placed))

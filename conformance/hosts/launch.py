@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import signal
@@ -18,23 +19,21 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from conformance.case_text import format_case
-from conformance.checks.contract import TENSOR as CALL
-from conformance.checks.contract import lost
 from conformance.devices import Devices, worker_environment
-from conformance.finding import Finding
+from conformance.hosts.merging import lost_on, result_of
 from conformance.hosts.place import Place
 from conformance.hosts.sinks import judged
 from conformance.problem import Case
 from conformance.process import WorkerLost
 from conformance.runner import Plan, Run, TargetRun
-from conformance.session import CONFORMS, DECLINED, FINDING, INCONCLUSIVE, CaseResult
+from conformance.session import CaseResult
 from conformance.target import TargetDescription, TargetError
-from conformance.watch import Watch, how_it_ended, usage_of
+from conformance.watch import Usage, Watch, how_it_ended, usage_of
 
 _POLL_SECONDS = 0.2
 # What the others do once one is gone is no news; they are given this long to end by themselves.
@@ -148,7 +147,7 @@ class _Hosts:
     def wait(self, progress: Callable[[str], None]) -> tuple[int, WorkerLost] | None:
         """The first process that was lost, and how; None if all came to their end."""
         watches = {number: Watch(platform=self._platform) for number in self._here}
-        written = dict.fromkeys(self._here, 0)
+        written, printed = dict.fromkeys(self._here, 0), dict.fromkeys(self._here, 0)
         ended_at: float | None = None
         while True:
             for number, process in self._processes.items():
@@ -156,6 +155,8 @@ class _Hosts:
                 if len(told) > written[number]:
                     begun = [said["begins"] for said in told[written[number] :] if "begins" in said]
                     written[number], watches[number] = len(told), Watch(platform=self._platform)
+                    if begun:
+                        printed[number] = self._printed_bytes(number)
                     if number == self._here[0] and begun:
                         progress(f"running {begun[-1]}")
                 code = process.poll()
@@ -163,7 +164,8 @@ class _Hosts:
                     return self._told(number, how_it_ended(code))
                 # Another host's command may start minutes later: how long to wait for it is jax.distributed's to say.
                 waits_for_others = self._place is not None and not told
-                how = None if code == 0 or waits_for_others else watches[number].lost(lambda p=process: usage_of(p.pid))
+                usage = functools.partial(self._usage, number, printed[number])
+                how = None if code == 0 or waits_for_others else watches[number].lost(usage)
                 if how:
                     return self._told(number, how)
             if elsewhere := self._lost_elsewhere():
@@ -191,6 +193,14 @@ class _Hosts:
             process.wait()
         for log in self._logs.values():
             log.close()
+
+    def _usage(self, number: int, printed_before: int) -> Usage:
+        """Of a process on this machine; printed is what came since its case began."""
+        printed = self._printed_bytes(number) - printed_before
+        return dataclasses.replace(usage_of(self._processes[number].pid), printed_bytes=printed)
+
+    def _printed_bytes(self, number: int) -> int:
+        return os.fstat(self._logs[number].fileno()).st_size
 
     def messages(self, number: int) -> Messages:
         """What a host has written so far."""
@@ -238,57 +248,11 @@ def _merged(spec: str, cases: Sequence[Case], hosts: _Hosts, gone: tuple[int, Wo
     for at, case in enumerate(cases[:done]):
         of_hosts = [host[at] for host in answers]
         of_problem = description.of_problem(all(said.get("uses_tpu_precision", True) for said in of_hosts))
-        results.append(_result(case, [*of_hosts, *judged(of_problem, case, of_hosts)]))
+        results.append(result_of(case, [*of_hosts, *judged(of_problem, case, of_hosts)]))
     if gone is not None and done < len(cases):
-        results.append(_lost_on(description, cases[done], hosts.num_hosts, gone, [host[done:] for host in answers]))
+        results.append(lost_on(description, cases[done], hosts.num_hosts, gone, [host[done:] for host in answers]))
     peaks = tuple(one["peak_bytes"] for said in messages for one in said if "peak_bytes" in one)
     return HostsRun(description, tuple(results), peaks)
-
-
-def _lost_on(
-    description: TargetDescription,
-    case: Case,
-    num_hosts: int,
-    gone: tuple[int, WorkerLost],
-    left: Sequence[Sequence[Mapping[str, Any]]],
-) -> CaseResult:
-    """The case on which a host was lost; `left`: what each host has answered from it on.
-
-    A host that raised or declined it comes first: one that waited for that host in a collective is lost after it.
-    """
-    number, how = gone
-    answered = {at: of_host[0] for at, of_host in enumerate(left) if of_host}
-    finding = dataclasses.replace(lost(description.name, format_case(case), how), rank=None)
-    reading = f"host {number} of {num_hosts}: {finding.reading}"
-    if declined := {at: answer["declined"] for at, answer in answered.items() if "declined" in answer}:
-        reading += f"; {', '.join(f'host {at} declines it: {why}' for at, why in declined.items())}"
-    told = _result(case, list(answered.values())) if answered else CaseResult(case, FINDING)
-    findings = (*told.findings, dataclasses.replace(finding, reading=reading))
-    return CaseResult(case, FINDING, findings, {("contract", CALL): 0.0})
-
-
-def _result(case: Case, answers: Sequence[Mapping[str, Any]]) -> CaseResult:
-    """One case over all hosts: the largest share of each tensor, the worst finding of each kind."""
-    reasons = [answer["declined"] for answer in answers if "declined" in answer]
-    if len(reasons) == len(answers):
-        return CaseResult(case, DECLINED, reason=reasons[0])
-    answers = [answer for answer in answers if "declined" not in answer]
-    shares: dict[tuple[str, str], float] = {}
-    findings: dict[str, Finding] = {}
-    withheld: dict[tuple[str, str], str] = {}
-    for answer in answers:
-        withheld |= {(check, tensor): why for check, tensor, why in answer.get("withheld", ())}
-        for check, tensor, share in answer["shares"]:
-            shares[check, tensor] = max(share, shares.get((check, tensor), 0.0))
-        for fields in answer["findings"]:
-            finding = Finding(**{**fields, "index": tuple(fields["index"]) if fields["index"] else None})
-            known = findings.get(finding.id)
-            if known is None or (finding.share or 0.0) > (known.share or 0.0):
-                findings[finding.id] = finding
-    # What some hosts decline and others answer is never waved through: nobody has looked at all of it.
-    status = FINDING if findings else INCONCLUSIVE if reasons else CONFORMS
-    reason = f"some hosts decline it: {reasons[0]}" if reasons else ""
-    return CaseResult(case, status, tuple(findings.values()), shares, reason, withheld=withheld)
 
 
 def _free_port() -> int:

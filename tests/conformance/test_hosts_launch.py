@@ -10,7 +10,7 @@ import pytest
 from conformance import cli, watch
 from conformance.case_text import format_case, parse_case
 from conformance.devices import Devices
-from conformance.hosts import launch
+from conformance.hosts import launch, merging
 from conformance.hosts.launch import HostsRun, run_on_hosts
 from conformance.process import WorkerLost
 from conformance.session import CONFORMS, DECLINED, FINDING, INCONCLUSIVE
@@ -68,6 +68,11 @@ def test_a_host_that_aborts_ends_the_run_with_a_finding(adapter: Spec) -> None:
     assert found.reading.startswith("host 1 of 2: "), "and which"
 
 
+def test_a_host_that_prints_megabytes_of_a_case_is_found(adapter: Spec) -> None:
+    (result,) = _run(adapter("hosts:prints_on_the_second"), _CONTEXT).results
+    assert [found.signature for found in result.findings] == ["prints megabytes"], "as in a process of its own"
+
+
 def test_a_host_that_waits_for_nothing_ends_the_run_with_a_finding(
     adapter: Spec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -78,9 +83,9 @@ def test_a_host_that_waits_for_nothing_ends_the_run_with_a_finding(
 
 def test_what_one_host_declines_and_another_answers_is_no_verdict() -> None:
     answered = {"shares": [["output", "out", 0.5]], "findings": []}
-    result = launch._result(_CONTEXT, [answered, {"declined": "not here"}])
+    result = merging.result_of(_CONTEXT, [answered, {"declined": "not here"}])
     assert (result.status, result.reason) == (INCONCLUSIVE, "some hosts decline it: not here"), "half of it is unseen"
-    assert launch._result(_CONTEXT, [{"declined": "not here"}] * 2).status == DECLINED, "all of them do"
+    assert merging.result_of(_CONTEXT, [{"declined": "not here"}] * 2).status == DECLINED, "all of them do"
 
 
 def test_what_a_host_raised_is_told_before_that_another_was_lost_by_it() -> None:
@@ -96,12 +101,12 @@ def test_what_a_host_raised_is_told_before_that_another_was_lost_by_it() -> None
     }
     lost = (0, WorkerLost("killed by SIGABRT", "running a case", ""))
     description = TargetDescription("mine:attention", "mine")
-    result = launch._lost_on(description, _CONTEXT, 2, lost, [[], [answer, answer]])
+    result = merging.lost_on(description, _CONTEXT, 2, lost, [[], [answer, answer]])
     assert [one.signature for one in result.findings] == [
         "raises RuntimeError in its forward",
         "killed by SIGABRT while running a case",
     ], "the cause, which host 1 told and host 0 waited for in vain, and then what came of it"
-    result = launch._lost_on(description, _CONTEXT, 2, lost, [[], [{"declined": "not on this host"}]])
+    result = merging.lost_on(description, _CONTEXT, 2, lost, [[], [{"declined": "not on this host"}]])
     assert "host 1 declines it: not on this host" in result.findings[0].reading, (
         "a host that declines alone is a cause too"
     )

@@ -22,3 +22,4 @@ def _on_the_second(goes_wrong: Any) -> Any:
 
 aborts_on_the_second = _on_the_second(os.abort)
 sleeps_on_the_second = _on_the_second(lambda: time.sleep(3600))
+prints_on_the_second = _on_the_second(lambda: print("x" * (2 << 20)))
