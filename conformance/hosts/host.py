@@ -7,12 +7,14 @@ May touch: JAX, the target, the oracle's probe. Tests: tests/conformance/test_ho
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
 import resource
 import sys
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -36,6 +38,7 @@ from conformance.problem import Case
 from conformance.target import Declined, Target, TargetDescription, TargetError, calls_of
 from conformance.watch import MANY_PRINTED_BYTES
 
+_TELL_SECONDS = 60.0
 _OF_VALUES = ("output", "residuals", "gradients")
 
 
@@ -96,17 +99,38 @@ def _result(target: Target, case: Case, report: Callable[[str], None]) -> dict[s
         message = {**message, "printed_bytes": more}
     numerics = numerics_facts(target, problem, setting.mesh)
     description = target.description.of_problem(not numerics)
-    answers = _Answers(description, case, ran.arrays, report)
-    outcomes = _judged(Evidence(description, case, message, ran.arrays, answers=answers))
+    answers = _Answers(description, case, ran.arrays)
+    with _telling(report, "judging"):
+        outcomes = _judged(Evidence(description, case, message, ran.arrays, answers=answers))
     told = {
         **numerics,
         "shares": [[check, tensor, share] for check, of in outcomes.items() for tensor, share in of.shares.items()],
         "findings": [dataclasses.asdict(finding) for of in outcomes.values() for finding in of.findings],
     }
     if problem.sinks and not outcomes["contract"].findings:
-        report("summing up dsinks")
-        told["sinks"] = told_here(description, case, jax.process_count(), ran.dsinks, ran.queries)
+        with _telling(report, "summing up dsinks"):
+            told["sinks"] = told_here(description, case, jax.process_count(), ran.dsinks, ran.queries)
     return told
+
+
+@contextlib.contextmanager
+def _telling(report: Callable[[str], None], phase: str) -> Iterator[None]:
+    """Tells of a phase now and again while it lasts: the oracle, which is ours and not the target's, may take longer
+    for a long window than a target may compute without a word."""
+    done = threading.Event()
+
+    def tell() -> None:
+        while not done.wait(_TELL_SECONDS):
+            report(phase)
+
+    report(phase)
+    teller = threading.Thread(target=tell, daemon=True)
+    teller.start()
+    try:
+        yield
+    finally:
+        done.set()
+        teller.join()
 
 
 def _printed_bytes() -> int:
@@ -164,19 +188,12 @@ def _judged(evidence: Evidence) -> dict[str, Outcome]:
 class _Answers:
     """The oracle's answers at those of the places where faults live that this process holds."""
 
-    def __init__(
-        self,
-        target: TargetDescription,
-        case: Case,
-        arrays: Mapping[str, HeldRows],
-        report: Callable[[str], None],
-    ) -> None:
-        self._target, self._case, self._arrays, self._report = target, case, arrays, report
+    def __init__(self, target: TargetDescription, case: Case, arrays: Mapping[str, HeldRows]) -> None:
+        self._target, self._case, self._arrays = target, case, arrays
         self._made: dict[tuple[int, str], Answer] = {}
 
     def __call__(self, draw: int, call: str) -> Answer:
         if (draw, call) not in self._made:
-            self._report(f"answering draw {draw} of {call}")  # minutes, of a window that is long
             self._made[draw, call] = self._answer(draw, call)
         return self._made[draw, call]
 

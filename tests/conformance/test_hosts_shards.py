@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+
 import jax
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
 from conformance.case_text import parse_case
-from conformance.hosts import shards
+from conformance.hosts import host, shards
 from conformance.hosts.shards import HeldRows, heads_here, not_finite_here, placed_shards, queries_here
 from conformance.inputs import inputs_of
 from conformance.mesh import mesh_of
@@ -101,3 +103,21 @@ def test_what_is_not_finite_is_noticed_wherever_it_is(tensor: str, value: float,
     array = np.zeros((4, 4), jax.numpy.bfloat16 if tensor == "out" else np.float32)
     array[3, 1] = value
     assert not_finite_here(tensor, jax.device_put(array)) == expected, "an element that no place asks for"
+
+
+def test_a_phase_of_our_own_is_told_again_while_it_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oracle takes ten minutes of CPU for the longest windows: a target would be ended as one that never ends."""
+    monkeypatch.setattr(host, "_TELL_SECONDS", 0.01)
+    told: list[str] = []
+    again = threading.Event()
+
+    def report(phase: str) -> None:
+        told.append(phase)
+        if len(told) == 3:
+            again.set()
+
+    with host._telling(report, "judging"):
+        assert again.wait(30), "not once alone"
+    number = len(told)
+    assert set(told) == {"judging"}, "the phase"
+    assert len(told) == number, "and no more when it is over"
