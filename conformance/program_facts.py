@@ -116,6 +116,12 @@ def interpreted_kernels(traced: Any) -> list[str]:
     return sorted({_kernel_name(params) for params in kernels if params.get("interpret")})
 
 
+def kernel_phases(traced: Any) -> list[str]:
+    """The phases, of `traced.scope`, in which a Pallas kernel runs that is not interpreted."""
+    kernels = (at for at in reached(traced.jaxpr) if at.equation.primitive.name in KERNELS)
+    return sorted({at.phase for at in kernels if not at.equation.params.get("interpret")})
+
+
 def matmul_flops(equations: Iterable[Reached]) -> int:
     """Multiplications and additions of all matrix products, as often as they run."""
     total = 0

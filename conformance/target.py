@@ -24,6 +24,7 @@ from conformance.problem import Case, Problem
 
 COMMUNICATIONS = ("halo", "all_gather", "ring", "ulysses", "usp")
 EMPTY_ROWS = ("undefined", "zero")
+DIRECTIONS = ("forward", "backward")
 
 
 class Declined(Exception):  # the contract's word: a target raises Declined(reason)
@@ -55,6 +56,8 @@ class TargetDescription:
     exact: bool = False
     halo_row_multiple: int = 1
     residual_names: tuple[str, ...] = ()
+    tpu_kernels: tuple[str, ...] = ()
+    """Those of DIRECTIONS in which every program of it for a TPU has a Pallas kernel, as it says."""
     tpu_precision: Mapping[str, Any] | None = None
     tpu_precision_varies: bool = False
     """Whether its `uses_tpu_precision` says of each problem if it is run with `tpu_precision`, or else `precision`."""
@@ -135,6 +138,7 @@ def make_target(candidate: Any, spec: str) -> Target:
         exact=_choice(candidate, spec, "exact", False, (True, False)),
         halo_row_multiple=_halo_row_multiple(candidate, spec),
         residual_names=_residual_names(candidate, spec),
+        tpu_kernels=_tpu_kernels(candidate, spec),
     )
     supports = _function(candidate, spec, "supports") or (lambda problem: None)
     return Target(attention, with_lse, supports, description, uses or (lambda problem, mesh: True))
@@ -209,3 +213,10 @@ def _residual_names(candidate: Any, spec: str) -> tuple[str, ...]:
     if isinstance(value, str) or not all(isinstance(name, str) for name in value):
         raise TargetError(f"{spec}.residual_names must be a tuple of checkpoint names, got {value!r}")
     return tuple(value)
+
+
+def _tpu_kernels(candidate: Any, spec: str) -> tuple[str, ...]:
+    value = getattr(candidate, "tpu_kernels", ())
+    if not isinstance(value, tuple) or not set(value) <= set(DIRECTIONS):
+        raise TargetError(f"{spec}.tpu_kernels must be a tuple of {', '.join(DIRECTIONS)}, got {value!r}")
+    return value

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -105,20 +105,24 @@ def _judged(description: TargetDescription, topology: str, case: Case, message: 
         return Compiled(description.name, topology, case, findings=(finding,))
     of_problem = description.of_problem(message.get("uses_tpu_precision", True))
     outcome = CHECKS["collectives"].run(Evidence(of_problem, case, message, {}))
-    findings = (*outcome.findings, *_of_interpreted(description, case, message.get("interpreted", ())))
+    findings = (*outcome.findings, *_of_kernels(description, case, message))
     return Compiled(
         description.name, topology, case, message, findings, outcome.shares, cannot_ask=outcome.cannot_ask or ""
     )
 
 
-def _of_interpreted(description: TargetDescription, case: Case, kernels: Sequence[str]) -> list[Finding]:
-    if not kernels:
-        return []
-    how = (
-        f"{', '.join(kernels)}: the program has no custom call of it. Whether to interpret is to be decided by the "
-        "platform of mesh.devices: jax.default_backend() is cpu while one compiles for a TPU that is not there"
-    )
-    return [_finding(description, case, "interprets a kernel", how, "")]
+def _of_kernels(description: TargetDescription, case: Case, message: Mapping[str, Any]) -> Iterator[Finding]:
+    if interpreted := message.get("interpreted"):
+        how = (
+            f"{', '.join(interpreted)}: the program has no custom call of it. Whether to interpret is to be decided by "
+            "the platform of mesh.devices: jax.default_backend() is cpu while one compiles for a TPU that is not there"
+        )
+        yield _finding(description, case, "interprets a kernel", how, "")
+    directions = {phase.partition("/")[0] for phase in message.get("kernel_phases", ())}
+    for direction in description.tpu_kernels:
+        if direction not in directions:
+            how = f"it claims Pallas kernels {' and '.join(description.tpu_kernels)} on TPUs, by its tpu_kernels"
+            yield _finding(description, case, f"has no kernel in its {direction}", how, "")
 
 
 def _of_lost(description: TargetDescription, case: Case, loss: WorkerLost) -> Finding:

@@ -24,7 +24,7 @@ from conformance.input_shapes import input_shapes, placed_shapes
 from conformance.loading import load_and_put_back
 from conformance.mesh import mesh_of
 from conformance.problem import Case
-from conformance.program_facts import cost_facts, interpreted_kernels, kernel_runs, program_facts
+from conformance.program_facts import cost_facts, interpreted_kernels, kernel_phases, kernel_runs, program_facts
 from conformance.remat_programs import gradient_programs
 from conformance.target import Declined, Target, TargetError
 from conformance.traced import scope
@@ -87,6 +87,7 @@ def _compiled(target: Target, case: Case, devices: Any, dump: Path | None) -> Na
         "instructions": kernel_instructions(hlo),
         # One that is interpreted on other platforms alone, by lax.platform_dependent, has a compiled twin of its name.
         "interpreted": [name for name in interpreted_kernels(traced) if name not in kernels],
+        "kernel_phases": kernel_phases(traced) if kernels else [],
         "temporary_bytes": int(memory.temp_size_in_bytes),
         "argument_bytes": int(memory.argument_size_in_bytes),
         "output_bytes": int(memory.output_size_in_bytes),

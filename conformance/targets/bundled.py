@@ -53,6 +53,11 @@ class _Bundled:
         return self.local_kernel == ""
 
     @property
+    def tpu_kernels(self) -> tuple[str, ...]:
+        """Where a kernel of Pallas is asked for, no program for a TPU is without it."""
+        return ("forward", "backward") if self.local_kernel else ()
+
+    @property
     def precision(self) -> dict[str, bool]:
         """Its numerics. Splash knows no scale, so the query carries it, rounded to the inputs' dtype; and it rounds its
         results, of which a rank adds up several. The pallas_halo kernels do neither: what is added up is float32."""

@@ -86,6 +86,17 @@ def test_a_kernel_that_is_interpreted_is_a_finding(answers: Any) -> None:
     assert "my_kernel" in found.reading, "which"
 
 
+def test_a_direction_without_the_kernel_that_is_claimed_for_it_is_a_finding(answers: Any) -> None:
+    """A target that falls back to plain operations for a shape compiles, and is not what it says."""
+    fell_back = {"kernel_phases": ["forward/attention"]}
+    answers(_described(tpu_kernels=("forward", "backward")), _RIGHT | _MEMORY | fell_back)
+    (one,) = compile_target("m:t", "v6e:2x4", (_CASE,))
+    assert [found.signature for found in one.findings] == ["has no kernel in its backward"], "the forward has one"
+    answers(_described(), _RIGHT | _MEMORY | fell_back)
+    (one,) = compile_target("m:t", "v6e:2x4", (_CASE,))
+    assert one.findings == (), "who claims none needs none"
+
+
 def test_a_program_that_does_not_compile_is_a_finding_with_the_compilers_words(answers: Any) -> None:
     raised = {"type": "XlaRuntimeError", "message": "RESOURCE_EXHAUSTED: 35 GiB", "traceback": "…"}
     answers(_described(), {"raised": raised})

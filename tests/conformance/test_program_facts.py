@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from conformance.narrow_sums import narrow_sums
-from conformance.program_facts import cost_facts, interpreted_kernels, program_facts, sent_bytes
+from conformance.program_facts import cost_facts, interpreted_kernels, kernel_phases, program_facts, sent_bytes
 from conformance.traced import phase_of, scope
 
 _RANKS = 4
@@ -275,4 +275,11 @@ def test_a_kernel_that_is_traced_to_be_interpreted_is_named(interpret: bool, exp
 
     shape = jax.ShapeDtypeStruct((8, 128), np.float32)
     call: Any = pl.pallas_call(kernel, out_shape=shape, interpret=interpret, name="mine")
-    assert interpreted_kernels(jax.jit(call).trace(shape)) == expected, "no compiler will see it as a kernel"
+
+    def program(array: Any) -> Any:
+        with scope("forward", "attention"):
+            return call(array)
+
+    traced = jax.jit(program).trace(shape)
+    assert interpreted_kernels(traced) == expected, "no compiler will see it as a kernel"
+    assert kernel_phases(traced) == ([] if interpret else ["forward/attention"]), "the others, by where they run"

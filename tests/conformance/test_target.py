@@ -173,6 +173,7 @@ def test_what_cannot_be_called_is_no_target(candidate: Any) -> None:
 @pytest.mark.parametrize(
     ("attribute", "value", "rule"),
     [
+        ("tpu_kernels", ("forwards",), "must be a tuple of forward, backward, got"),
         ("communication", "halos", "must be one of halo, all_gather, ring, ulysses, usp, got 'halos'"),
         ("empty_rows", "nan", "must be one of undefined, zero, got 'nan'"),
         ("lse_grad", "no", "must be one of True, False, got 'no'"),
