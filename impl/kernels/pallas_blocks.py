@@ -19,8 +19,8 @@ from impl.kernels.interface import KernelConfig
 LANES = 128
 LOG2_E = math.log2(math.e)
 HIDDEN = -0.7 * float(jnp.finfo(jnp.float32).max)
-"""The logit of a key that is not visible: finite, so that a row of nothing else stays free of NaN, and below any visible
-one, which would lose to it: half of it is below every product that a model has."""
+"""The logit of a key that is not visible: finite, so that a row of nothing else stays free of NaN, and below that of
+any visible one, which would lose to it: half of it is below every product that a model has."""
 
 
 @dataclass(frozen=True)

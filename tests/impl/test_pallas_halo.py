@@ -146,7 +146,7 @@ def test_the_kernels_agree_with_xla(name, ids) -> None:
 
 def test_a_hidden_key_never_wins_over_visible_ones_however_low_their_logits_are() -> None:
     chunk = make_chunk(32, 3, 64, ids=False, sinks=False, group=1)
-    # Every logit of query row 9 is far below -1e30, and of the keys that it sees, rows 6 to 9, that of row 7 is highest.
+    # Every logit of query row 9 is far below -1e30; of the keys that it sees, rows 6 to 9, that of row 7 is highest.
     low = chunk.query.at[:, 9].set(-1e32)
     key = jnp.abs(chunk.key).at[:, 7].multiply(0.1)
     chunk = chunk._replace(query=low, key=key, halo_key=jnp.abs(chunk.halo_key))
