@@ -15,6 +15,10 @@ BLOCKS = (1024, 512, 256, 128)
 besides its tiles, counts less in a longer one. The first is for windows of its length at least: its halo is as long."""
 LONG_TILE = 256
 """The matrix unit's own size: shorter tiles leave part of it idle, longer ones compute more of what nobody sees."""
+MOST_TILES = 20
+"""Of logits that a grid step computes, each with code of its own. With more of them a shorter block is better: a
+window of 4096 has 32 in a block of 512, whose forward takes 6482 bundles for 512 queries of a head (Mistral 7B, v6e),
+and 16 in one of 256, whose forward takes 5326 (the backward 11196 and 11261), and compiles in a third of the time."""
 SPILLED_TILES, SPILLED_WEIGHTS = 8, 1.75
 """Float32 tiles of logits that a program keeps in VMEM beside what it asks for: the backward's, at most (7.9 for v4);
 the forward's for each tile of queries in a block, as a multiple of their weights (1.1 to 1.64 on v6e)."""
@@ -59,13 +63,16 @@ class Blocks:
         for block in (size for size in BLOCKS if size <= max(window_left + 1, BLOCKS[1])):
             tile = LONG_TILE if min(window_left + 1, rows, block) >= LONG_TILE else LANES
             blocks = cls(min(block, -(-rows // tile) * tile), tile)
+            band = blocks._band(window_left, sizes.group)
+            if band.tiles_per_block > 1 and band.tiles_per_block * len(band.columns) > MOST_TILES:
+                continue
             if vmem_bytes is None or blocks.vmem_bytes(rows, window_left, sizes) <= vmem_bytes:
                 return blocks
         return None
 
     def vmem_bytes(self, rows: int, window_left: int, sizes: RowSizes) -> int:
         """What the larger of the two kernels takes."""
-        band = Band(window_left, self.block, self.tile, 0, 2, 1, 1, sizes.group)
+        band = self._band(window_left, sizes.group)
         ring_rows, tile = band.slots * self.block, band.stacked * self.tile * 4
         block_of_queries = 2 * sizes.group * self.block * sizes.dims * sizes.itemsize  # The next one is on its way.
         logits = band.tiles_per_block * len(band.columns) * tile
@@ -80,6 +87,10 @@ class Blocks:
         # Ids of all rows of a chunk and its halo, a tile of them in eight sublanes, and the next batch row's.
         ids = 2 * 8 * 4 * (rows + window_left) if sizes.segment_ids else 0
         return max(forward, backward) + ids
+
+    def _band(self, window_left: int, group: int) -> Band:
+        """Of a head, two blocks long."""
+        return Band(window_left, self.block, self.tile, 0, 2, 1, 1, group)
 
 
 def vmem_of(device: Any) -> int:
