@@ -44,7 +44,7 @@ test: lint
 	$(BIN)/pytest -p no:halocheck -n auto --cov=oracle --cov=impl --cov-report=
 	$(BIN)/coverage report --include='oracle/*,impl/exchange.py' --show-missing --skip-covered --fail-under=100
 
-# What takes minutes, all five TPU generations among it: some 165 tests and, by its parts, about an hour of CPU time.
+# What takes minutes, all five TPU generations among it: some 175 tests and, by its parts, about an hour of CPU time.
 test-slow: setup
 	$(BIN)/pytest -n auto -m slow
 
